@@ -1,0 +1,8 @@
+"""Dualform turns a training run into an exact memory: which training examples does a prediction draw on?"""
+
+from dualform import errors
+from dualform.api import Memory
+from dualform.api import open_memory as open
+from dualform.recording import Recorder, record
+
+__all__ = ["errors", "Memory", "open", "record", "Recorder"]

@@ -1,0 +1,86 @@
+"""The command `dualform`. A verb is one function here, named in VERBS."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+try:
+    import rich  # noqa: F401
+    import tyro
+except ModuleNotFoundError as error:
+    # The command starts by importing this module, so an exception would reach the user as a traceback.
+    message = f"The command line needs {error.name}, which is not installed: pip install 'dualform[cli]'"
+    print(message, file=sys.stderr)
+    raise SystemExit(2) from error
+
+import dualform
+from dualform.errors import DualformError
+
+DATA = "unset: mnist, or digits where mnist cannot be had"
+arg = tyro.conf.arg
+Run = Annotated[Path, tyro.conf.Positional, arg(metavar="RUN", help="the memory's directory")]
+
+
+def demo(
+    out: Annotated[Path, arg(metavar="DIR", help="where the memory goes")] = Path("runs/demo"),
+    recipe: Annotated[Literal["mnist", "digits"] | None, arg(metavar="{mnist,digits}", help=DATA)] = None,
+    steps: Annotated[int | None, arg(metavar="N", help="unset: 3,000 for mnist, 600 for digits")] = None,
+    seed: Annotated[int, arg(metavar="N", help="of the initial weights and of the batches")] = 0,
+    image: Annotated[int | None, arg(metavar="N", help="the test image; unset: the paper's, 5938")] = None,
+) -> None:
+    """Train the paper's network with a memory and show what one test image draws on."""
+    from dualform.experiments.demo import demo
+
+    demo(out, name=recipe, steps=steps, seed=seed, image=image)
+
+
+def info(
+    run: Run,
+    certificate: Annotated[bool, arg(help="also measure it, which reads the whole memory")] = False,
+) -> None:
+    """Print what a memory holds."""
+    from dualform.view.pictures import terminal
+    from dualform.view.tables import certificate_sentence, certificate_table, weights_table
+
+    console = terminal()
+    memory = dualform.open(run)
+    console.print(repr(memory), weights_table(memory), sep="\n", soft_wrap=True)
+    if certificate:
+        rows = memory.certificate()
+        console.print(certificate_sentence(rows), certificate_table(rows), sep="\n")
+
+
+def verify(run: Run) -> int:
+    """Read a memory whole and compare every checksum."""
+    from dualform.view.tables import size
+
+    result = dualform.open(run).verify(progress=True)
+    checked = f"{result.files:,} files, {size(result.bytes)}"
+    if result.ok:
+        print(f"{run} is whole: {checked}, every checksum matches.")
+        return 0
+    print(f"{run} is damaged ({checked} checked):")
+    for problem in result.problems:
+        print(f"  - {problem}")
+    return 1
+
+
+VERBS = (demo, info, verify)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one verb and exit: 0 done, 1 `verify` found damage, 2 it could not be done."""
+    try:
+        code = tyro.extras.subcommand_cli_from_dict(
+            {verb.__name__: verb for verb in VERBS},
+            prog="dualform",
+            description="Ask the memory of a training run which examples a prediction draws on.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except DualformError as error:
+        print(f"dualform: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    raise SystemExit(code)

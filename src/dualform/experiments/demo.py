@@ -1,0 +1,189 @@
+"""The demonstration: record a training run, check its memory, and ask it about one test image.
+
+Read from the top it is also an example of the library: `train` records, `ask` asks.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int64
+from rich.console import Console
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import dualform
+from dualform.errors import BadCall, DataMissing
+from dualform.experiments.datasets import Dataset, Split
+from dualform.experiments.recipes import Recipe, recipe
+from dualform.view.figures import save, spotlight_figure
+from dualform.view.panels import Exhibit, Match, Panel
+from dualform.view.pictures import show, terminal
+from dualform.view.tables import certificate_sentence, certificate_table, size
+
+BATCH = 128
+MATCHES = 3
+
+
+def demo(
+    out: Path = Path("runs/demo"),
+    *,
+    name: str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    image: int | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Train with a memory in `out`, show what one test image draws on, and return the memory's directory.
+
+    `name` is a recipe's; without one it is MNIST, or digits where MNIST cannot be had.
+    """
+    console = console or terminal()
+    chosen, data = load(name, console)
+    steps = chosen.steps if steps is None else steps
+    image = chosen.showcase if image is None else image
+    check(steps, image, data)
+    path = free_path(out, console)
+
+    torch.manual_seed(seed)
+    model = chosen.model()
+    check_disk(path, model, steps, console)
+    console.print(f"Training the paper's network on {len(data.train):,} images for {steps:,} steps.")
+    try:
+        train(model, chosen, data, path, steps, seed)
+    except KeyboardInterrupt:
+        console.print(f"Stopped. What was recorded so far is in {path}.", soft_wrap=True)
+        raise
+    console.print(f"Test accuracy: {100 * accuracy(model, chosen, data.test):.1f} %.")
+
+    memory = dualform.open(path)
+    certificate = memory.certificate()
+    console.print(certificate_sentence(certificate), certificate_table(certificate), sep="\n")
+
+    exhibit = ask(memory, model, chosen, data, image)
+    show(exhibit, console)
+    figure = save(spotlight_figure(exhibit), path.with_name(path.name + ".png"))
+
+    console.print(f"The memory is in {path} ({size(memory.bytes)}), the figure in {figure}.", soft_wrap=True)
+    console.print(f"Next:  dualform info {path}\n       dualform verify {path}", soft_wrap=True)
+    return path
+
+
+def load(name: str | None, console: Console) -> tuple[Recipe, Dataset]:
+    """Return a recipe and its data, and say where the data came from."""
+    chosen = recipe(name or "mnist")
+    console.print(f"Looking for the data of {chosen.name}.")
+    try:
+        data = chosen.load()
+    except DataMissing as reason:
+        if name is not None:
+            raise
+        console.print(f"{reason}\nThe demo goes on with scikit-learn's small digits instead.", soft_wrap=True)
+        chosen = recipe("digits")
+        data = chosen.load()
+    console.print(f"Data: {data.source}", soft_wrap=True)
+    return chosen, data
+
+
+def train(model: nn.Module, chosen: Recipe, data: Dataset, path: Path, steps: int, seed: int) -> None:
+    """Train as the paper's experiments do, with every event recorded in a memory at `path`."""
+    inputs, labels = chosen.preprocess(data.train.images), data.train.labels
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
+    columns = {"label": labels, "image": data.train.images}
+    with dualform.record(
+        model, optimizer, path, examples=columns, keep="all", recipe=chosen.name
+    ) as recorder:
+        for ids in tqdm(batches(len(labels), steps, seed), "Training", steps, disable=None):
+            with recorder.batch(ids):
+                loss = F.cross_entropy(model(inputs[ids]), labels[ids])
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def batches(examples: int, steps: int, seed: int) -> Iterator[Int64[Tensor, " batch"]]:
+    """Yield `steps` whole batches of example ids, without replacement within an epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        place = step % (examples // BATCH)
+        if place == 0:
+            order = torch.randperm(examples, generator=generator)
+        yield order[place * BATCH : (place + 1) * BATCH]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, chosen: Recipe, test: Split) -> float:
+    """Return the share of test images that the model gets right."""
+    answers = model(chosen.preprocess(test.images)).argmax(1)
+    return (answers == test.labels).double().mean().item()
+
+
+@torch.no_grad()
+def ask(memory: dualform.Memory, model: nn.Module, chosen: Recipe, data: Dataset, image: int) -> Exhibit:
+    """Ask the memory what one test image draws on in every layer."""
+    inputs = chosen.preprocess(data.test.images[image : image + 1])
+    probabilities = model(inputs)[0].softmax(0)
+    answer = int(probabilities.argmax())
+    spotlight = memory.attend(model, inputs)
+    layers = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)]
+    epochs = math.ceil(memory.steps / (len(data.train) // BATCH))
+    return Exhibit(
+        image=data.test.images[image],
+        title=f"test image {image:,}",
+        label=chosen.class_names[int(data.test.labels[image])],
+        answer=chosen.class_names[answer],
+        probability=probabilities[answer].item(),
+        class_names=chosen.class_names,
+        panels=tuple(panel(layer, spotlight[layer], chosen, data.train, epochs) for layer in layers),
+    )
+
+
+def panel(layer: str, attention: dualform.Attention, chosen: Recipe, train: Split, epochs: int) -> Panel:
+    """Return a layer's best matches, each another example, and its attention by class."""
+    # An example has an event in each epoch, and in the input layer all of them score the same.
+    top = attention.top(MATCHES * epochs)
+    first: dict[int, Match] = {}
+    for place, example in enumerate(top.examples[0].tolist()):
+        label = chosen.class_names[int(train.labels[example])]
+        score, step = top.scores[0, place].item(), int(top.steps[0, place])
+        first.setdefault(example, Match(train.images[example], label, score, step, example))
+    totals = attention.totals(by="label", absolute=True)
+    shares = torch.zeros(len(chosen.class_names), dtype=torch.float64)
+    shares[torch.as_tensor(totals.groups)] = totals.values[0].double()
+    return Panel(layer, tuple(first.values())[:MATCHES], shares / shares.sum())
+
+
+def check(steps: int, image: int, data: Dataset) -> None:
+    """Raise BadCall for a number of steps or a test image that there cannot be."""
+    if steps < 1:
+        raise BadCall(f"steps must be at least 1, not {steps}.")
+    if not 0 <= image < len(data.test):
+        raise BadCall(f"There is no test image {image}; they are numbered from 0 to {len(data.test) - 1:,}.")
+
+
+def free_path(out: Path, console: Console) -> Path:
+    """Return `out`, or the next free name after it, so that no earlier memory is touched."""
+    path, number = out, 2
+    while path.exists():
+        path, number = out.with_name(f"{out.name}-{number}"), number + 1
+    if path != out:
+        console.print(f"{out} exists already, so this memory goes into {path}.", soft_wrap=True)
+    return path
+
+
+def check_disk(path: Path, model: nn.Module, steps: int, console: Console) -> None:
+    """Say how much room the memory may take, and raise BadCall where the disk has less."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    per_step = 4 * BATCH * sum(module.in_features + module.out_features for module in linear)
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < steps * per_step:
+        raise BadCall(
+            f"The memory of {steps:,} steps may take {size(steps * per_step)}, but only {size(free)} "
+            f"are free in {there}. Choose another place (--out) or at most {free // per_step:,} --steps."
+        )
+    console.print(f"The memory may take {size(steps * per_step)}; {size(free)} are free.")

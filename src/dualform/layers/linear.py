@@ -1,0 +1,40 @@
+"""nn.Linear: every row of the input is an event, and the row itself is the key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dualform.layers.registry import LinearMap, register
+
+
+@register
+class Linear:
+    """y = W x + b, row by row over all leading dimensions."""
+
+    name = "linear"
+
+    def matches(self, module: nn.Module) -> bool:
+        # A subclass with a forward of its own may compute anything; one without is still this map.
+        return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+    def maps(self, module: nn.Module) -> Sequence[LinearMap]:
+        # A parametrised weight is a computed tensor, not a parameter of the module: nothing accumulates in it.
+        if module._parameters.get("weight") is None:
+            return ()
+        bias = "bias" if module._parameters.get("bias") is not None else None
+        return (LinearMap("", "weight", bias),)
+
+    def leading(self, stored: Tensor) -> tuple[int, ...]:
+        return tuple(stored.shape[:-1])
+
+    def keys(self, stored: Tensor) -> Float[Tensor, "events dim_in"]:
+        return stored.reshape(-1, stored.shape[-1])
+
+    def gradients(self, gradient: Tensor) -> Float[Tensor, "events dim_out"]:
+        return gradient.reshape(-1, gradient.shape[-1])
+
+    def outputs(self, rows: Float[Tensor, "events dim_out"], leading: tuple[int, ...]) -> Tensor:
+        return rows.reshape(*leading, rows.shape[-1])

@@ -1,0 +1,21 @@
+"""The memory on disk: immutable segments and one manifest. README.md beside this file has the byte layout."""
+
+from dualform.memory.columns import Column
+from dualform.memory.journal import Call, Journal, PassRow, StepRow
+from dualform.memory.manifest import Finding, Manifest
+from dualform.memory.stored import StoredMemory, Verification
+from dualform.memory.writer import Writer, prepare_directory
+
+__all__ = [
+    "Call",
+    "Column",
+    "Finding",
+    "Journal",
+    "Manifest",
+    "PassRow",
+    "StepRow",
+    "StoredMemory",
+    "Verification",
+    "Writer",
+    "prepare_directory",
+]

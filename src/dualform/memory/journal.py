@@ -1,0 +1,133 @@
+"""The journal: the per-step scalars of a run, and hashes and sketches of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64, UInt8
+from torch import Tensor
+
+from dualform.memory.files import TensorFile
+from dualform.optimizers import COLUMNS, Coefficients, coefficients
+
+
+@dataclass(frozen=True)
+class Call:
+    """The events that one use of a weight made in one backward pass: a row each, in the order of the input."""
+
+    use: int
+    backward: int
+    keys: Float[Tensor, "events dim_in"]
+    gradients: Float[Tensor, "events dim_out"]
+    examples: Int64[Tensor, " events"]
+    positions: Int64[Tensor, " events"]
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """With which scale a step took up the gradient that one backward pass left in one parameter."""
+
+    backward: int
+    parameter: int
+    scale: float
+
+
+@dataclass
+class StepRow:
+    """One step of one optimiser, for all journalled parameters: its settings, its probe, its events."""
+
+    optimizer: int
+    settings: Float64[np.ndarray, "parameters columns"]
+    flags: UInt8[np.ndarray, " parameters"]
+    remainders: Float64[np.ndarray, " parameters"]
+    digests: Int64[np.ndarray, " parameters"]
+    passes: list[PassRow] = field(default_factory=list)
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def blank(cls, optimizer: int, parameters: int) -> StepRow:
+        """A step in which nothing happened to any parameter."""
+        return cls(
+            optimizer,
+            np.zeros((parameters, len(COLUMNS))),
+            np.zeros(parameters, dtype=np.uint8),
+            np.zeros(parameters),
+            np.zeros(parameters, dtype=np.int64),
+        )
+
+
+def journal_tensors(rows: Sequence[StepRow], first_step: int) -> dict[str, list[Tensor]]:
+    """The journal's part of a segment."""
+    passes = [(row, first_step + at) for at, step in enumerate(rows) for row in step.passes]
+    numbers = [(row.backward, row.parameter, step) for row, step in passes]
+    stacked = {
+        "journal/optimizer": torch.tensor([row.optimizer for row in rows], dtype=torch.int64),
+        "journal/settings": torch.from_numpy(np.stack([row.settings for row in rows])),
+        "journal/flags": torch.from_numpy(np.stack([row.flags for row in rows])),
+        "journal/remainders": torch.from_numpy(np.stack([row.remainders for row in rows])),
+        "journal/digests": torch.from_numpy(np.stack([row.digests for row in rows])),
+        "journal/passes": torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3),
+        "journal/scales": torch.tensor([row.scale for row, _ in passes], dtype=torch.float64),
+    }
+    return {name: [tensor] for name, tensor in stacked.items()}
+
+
+class Journal:
+    """The journal of all committed steps, read from the segments."""
+
+    def __init__(self, files: Sequence[TensorFile], parameters: int) -> None:
+        self._files = files
+        self._parameters = parameters
+        self._swept: dict[tuple[int, int], Coefficients] = {}
+
+    def _joined(self, name: str, empty: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        parts = [file.read(name) for file in self._files]
+        return torch.cat(parts) if parts else torch.empty(empty, dtype=dtype)
+
+    @cached_property
+    def settings(self) -> Float64[np.ndarray, "steps parameters columns"]:
+        """Learning rate, momentum, … of every step for every parameter (see optimizers.COLUMNS)."""
+        empty = (0, self._parameters, len(COLUMNS))
+        return self._joined("journal/settings", empty, torch.float64).numpy()
+
+    @cached_property
+    def flags(self) -> UInt8[np.ndarray, "steps parameters"]:
+        """The flags of every step for every parameter (see optimizers)."""
+        return self._joined("journal/flags", (0, self._parameters), torch.uint8).numpy()
+
+    @cached_property
+    def remainders(self) -> Float64[np.ndarray, "steps parameters"]:
+        """What the probe left unexplained of every gradient, relative."""
+        return self._joined("journal/remainders", (0, self._parameters), torch.float64).numpy()
+
+    @cached_property
+    def digests(self) -> Int64[np.ndarray, "steps parameters"]:
+        """A hash of every gradient's sketch: two runs are the same exactly as long as these are equal."""
+        return self._joined("journal/digests", (0, self._parameters), torch.int64).numpy()
+
+    @cached_property
+    def _passes(self) -> tuple[Int64[np.ndarray, "passes 3"], Float64[np.ndarray, " passes"]]:
+        numbers = self._joined("journal/passes", (0, 3), torch.int64).numpy()
+        return numbers, self._joined("journal/scales", (0,), torch.float64).numpy()
+
+    def coefficients(self, parameter: int, until: int) -> Coefficients:
+        """c_0, d_0 and c_s of a parameter for the end step `until`."""
+        if (parameter, until) not in self._swept:
+            self._swept[parameter, until] = coefficients(
+                self.settings[:until, parameter], self.flags[:until, parameter]
+            )
+        return self._swept[parameter, until]
+
+    def event_coefficients(self, parameter: int, until: int) -> Float64[Tensor, " backwards"]:
+        """c of an event by the number of its backward pass: value = c · gradient; 0 for a pass not used."""
+        numbers, scales = self._passes
+        table = np.zeros(int(numbers[:, 0].max()) + 1 if len(numbers) else 0)
+        chosen = (numbers[:, 1] == parameter) & (numbers[:, 2] <= until)
+        steps = self.coefficients(parameter, until).steps
+        np.add.at(table, numbers[chosen, 0], scales[chosen] * steps[numbers[chosen, 2] - 1])
+        return torch.from_numpy(table)

@@ -1,0 +1,187 @@
+"""The manifest: one JSON text that says what a memory holds. Nothing in it is ever executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dualform.errors import BadMemory, DamagedMemory, EmptyMemory, NewerFormat
+from dualform.memory.files import FileRecord, seal, unseal, write_atomically
+
+FORMAT = 1
+MANIFEST = "manifest-r000.json"
+_FILES = re.compile(r"(initial|final)\.safetensors|segments/r\d{3}-\d{6}\.safetensors")
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A weight or bias whose steps are journalled; `names` are all its names in the state dict."""
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class UseRecord:
+    """One linear map through which rows reach a weight: `map` is how a user addresses it."""
+
+    map: str
+    module: str
+    kind: str
+    bias: str | None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class WeightRecord:
+    """A weight with a memory of its own; tied modules are several uses of one weight."""
+
+    name: str
+    dim_in: int
+    dim_out: int
+    uses: tuple[UseRecord, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """A recorded optimiser; `linear` says whether it belongs to the SGD family."""
+
+    name: str
+    linear: bool
+
+
+@dataclass(frozen=True)
+class SegmentRecord:
+    """Whole steps of all weights: first step, last step, and for each weight its event numbers."""
+
+    file: FileRecord
+    first_step: int
+    last_step: int
+    first_events: tuple[int, ...]
+    events: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken premise: what was found about a parameter, between which steps, how often, how large."""
+
+    parameter: str
+    kind: str
+    since: int
+    step: int
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a memory but its numbers; replaced as a whole at every commit."""
+
+    id: str
+    dualform: str
+    created: str
+    keep: str
+    recipe: str | None
+    optimizers: tuple[OptimizerRecord, ...]
+    parameters: tuple[ParameterRecord, ...]
+    weights: tuple[WeightRecord, ...]
+    initial: FileRecord
+    every_step: tuple[str, ...] = ()
+    at_commits: tuple[str, ...] = ()
+    steps: int = 0
+    examples: int = 0
+    positions: int = 0
+    nonfinite: int = 0
+    segments: tuple[SegmentRecord, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    told: tuple[str, ...] = ()
+    final: FileRecord | None = None
+    failure: str | None = None
+    format: int = field(default=FORMAT)
+
+    def weight(self, name: str) -> tuple[int, WeightRecord]:
+        """The number and record of a weight by its parameter name."""
+        return next((i, w) for i, w in enumerate(self.weights) if w.name == name)
+
+    def parameter(self, name: str) -> int:
+        """The number of a parameter by its name."""
+        return next(i for i, p in enumerate(self.parameters) if p.name == name)
+
+    def events(self, weight: int) -> int:
+        """How many events of a weight are committed."""
+        return sum(segment.events[weight] for segment in self.segments)
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Commit a manifest: this one rename makes everything it names part of the memory."""
+    body = {"checksum": "0" * 16, **dataclasses.asdict(manifest)}
+    text = json.dumps(body, separators=(",", ":")).encode()
+    write_atomically(root / MANIFEST, [seal(text)])
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The last committed manifest of a memory, checked."""
+    path = root / MANIFEST
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if not root.exists():
+            raise BadMemory(f"there is no directory {root}. Pass the path that was given to record().") from None
+        raise EmptyMemory(
+            f"{root} holds no memory: nothing was ever committed there (no {MANIFEST}). "
+            "Pass the directory that was given to record(), or record again."
+        ) from None
+    try:
+        version = json.loads(text).get("format")
+    except (ValueError, AttributeError):
+        raise DamagedMemory(f"{path} is damaged: it is not a JSON object. Restore it from a copy.") from None
+    if isinstance(version, int) and version > FORMAT:
+        raise NewerFormat(
+            f"{root} has format {version}; this dualform reads formats up to {FORMAT}. Upgrade dualform to read it."
+        )
+    unseal(text, path)
+    manifest = _decode(Manifest, {k: v for k, v in json.loads(text).items() if k != "checksum"}, str(path))
+    files = [manifest.initial, *(s.file for s in manifest.segments), *([manifest.final] if manifest.final else [])]
+    for record in files:
+        if not _FILES.fullmatch(record.file):
+            raise DamagedMemory(f"{path} names a file {record.file!r} that no memory has: not opened.")
+    return manifest
+
+
+T = TypeVar("T")
+
+
+def _decode(kind: type[T], value: Any, where: str) -> T:
+    """JSON into frozen records, by their annotations; anything unexpected is damage."""
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        missing = [f.name for f in dataclasses.fields(kind) if f.name not in value and _required(f)]
+        unknown = [name for name in value if name not in hints]
+        if not missing and not unknown:
+            decoded = {name: _decode(hints[name], item, f"{where}: {name}") for name, item in value.items()}
+            return typing.cast(T, kind(**decoded))
+        raise DamagedMemory(f"{where} is damaged: missing {missing}, unknown {unknown}.")
+    if origin is tuple and isinstance(value, list):
+        return typing.cast(T, tuple(_decode(arguments[0], item, where) for item in value))
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return typing.cast(T, None)
+        return typing.cast(T, _decode(next(a for a in arguments if a is not type(None)), value, where))
+    if isinstance(kind, type) and origin is None and type(value) is kind:
+        return typing.cast(T, value)
+    raise DamagedMemory(f"{where} is damaged: expected {kind}, found {type(value).__name__}.")
+
+
+def _required(item: dataclasses.Field[Any]) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING

@@ -1,0 +1,194 @@
+"""A memory on disk, opened for reading: its manifest, journal, columns and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dualform.blocks import Block
+from dualform.errors import BadCall, BadQuery, DamagedMemory, EmptyMemory
+from dualform.memory.columns import Column, column_names, read_column, write_column
+from dualform.memory.files import FileRecord, TensorFile
+from dualform.memory.journal import Journal
+from dualform.memory.manifest import read_manifest
+from dualform.memory.segment import read_blocks
+
+BLOCK_ROWS = 16384
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: every file read and every checksum compared."""
+
+    ok: bool
+    problems: tuple[str, ...]
+    files: int
+    bytes: int
+
+    def __repr__(self) -> str:
+        head = f"{self.files} files, {self.bytes:,} bytes: "
+        return head + ("every checksum matches" if self.ok else "; ".join(self.problems))
+
+
+class StoredMemory:
+    """The files of a memory as of its last commit: what there is to read, checked as it is touched."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self._initial = TensorFile(self.path, self.manifest.initial)
+        self._segments = [TensorFile(self.path, segment.file) for segment in self.manifest.segments]
+        self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
+        self._columns: dict[str, Column] = {}
+
+    @cached_property
+    def journal(self) -> Journal:
+        """The per-step scalars of the run."""
+        return Journal(self._segments, len(self.manifest.parameters))
+
+    @property
+    def steps(self) -> int:
+        """How many optimiser steps are committed."""
+        return self.manifest.steps
+
+    @property
+    def bytes(self) -> int:
+        """The size of the memory's own files."""
+        return sum(record.bytes for record in self._records())
+
+    def _records(self) -> list[FileRecord]:
+        final = [self.manifest.final] if self.manifest.final else []
+        return [self.manifest.initial, *(segment.file for segment in self.manifest.segments), *final]
+
+    def end(self, until: int | None) -> int:
+        """`until` as a step number, the last committed one by default."""
+        if until is None:
+            return self.steps
+        if isinstance(until, bool) or not isinstance(until, int) or not 0 <= until <= self.steps:
+            raise BadCall(f"until must be a step from 0 to {self.steps} (the last committed one), not {until!r}.")
+        return until
+
+    def require_events(self) -> None:
+        """EmptyMemory where no step was ever committed."""
+        if self.steps == 0:
+            raise EmptyMemory(
+                f"{self.path} holds no step yet: recording began there, but nothing was committed after step 0."
+            )
+
+    def blocks(self, weight: int, until: int, rows: int = BLOCK_ROWS) -> Iterator[Block]:
+        """The events of one weight of steps 1…until, in order, at most `rows` at a time."""
+        for file, record in zip(self._segments, self.manifest.segments, strict=True):
+            if record.first_step <= until:
+                yield from read_blocks(file, record, weight, until, rows)
+
+    def half_precision(self, weight: int) -> str | None:
+        """The half-precision dtype in which some keys of a weight were recorded; None where all are wider."""
+        name = f"w{weight}/keys"
+        dtypes = {file.dtype(name) for file in self._segments if name in file}
+        half = dtypes & {torch.float16, torch.bfloat16}
+        return str(half.pop()).removeprefix("torch.") if half else None
+
+    def initial(self, parameter: str) -> Tensor:
+        """W0 or b0: a parameter when recording began."""
+        return self._initial.read(f"parameter/{parameter}")
+
+    def velocity(self, parameter: str) -> Tensor | None:
+        """v_0: the momentum that was already there when recording began."""
+        name = f"velocity/{parameter}"
+        return self._initial.read(name) if name in self._initial else None
+
+    def final(self, parameter: str) -> Tensor | None:
+        """The parameter when recording was closed; None for a run that was not closed."""
+        return self._final.read(f"parameter/{parameter}") if self._final else None
+
+    def probe(self, parameter: int) -> Tensor | None:
+        """The fixed random matrix R of a weight's probe and sketches; None for a bias, which needs none."""
+        name = f"probe/{parameter}"
+        return self._initial.read(name) if name in self._initial else None
+
+    def sketch(self, parameter: int, step: int) -> Tensor | None:
+        """W @ R at a committed step; None where no commit ended at that step."""
+        if step == 0:
+            return self._initial.read(f"sketch/{parameter}")
+        for file, record in zip(self._segments, self.manifest.segments, strict=True):
+            if record.last_step == step:
+                return file.read(f"sketch/{parameter}")
+        return None
+
+    def others(self, until: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Unrecorded parameters and buffers after step `until`, and the step each is really from."""
+        names = [*self.manifest.every_step, *self.manifest.at_commits]
+        values = {name: self._initial.read(f"other/{name}") for name in names}
+        steps = dict.fromkeys(names, 0)
+        for file, record in zip(self._segments, self.manifest.segments, strict=True):
+            if record.first_step > until:
+                break
+            at = min(until, record.last_step)
+            for name in self.manifest.every_step:
+                values[name] = file.read(f"other/{name}")[at - record.first_step]
+                steps[name] = at
+            if record.last_step <= until:
+                for name in self.manifest.at_commits:
+                    values[name] = file.read(f"other/{name}")
+                    steps[name] = record.last_step
+        return values, steps
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the examples table."""
+        return column_names(self.path)
+
+    def column(self, name: str) -> Column:
+        """One column of the examples table."""
+        if name not in self._columns:
+            if name not in self.columns:
+                there = ", ".join(self.columns) or "none"
+                raise BadQuery(
+                    f"there is no column {name!r}. Columns of this memory: {there}; always: step, example, position. "
+                    f"memory.annotate({name}=array) adds one."
+                )
+            self._columns[name] = read_column(self.path, name)
+        return self._columns[name]
+
+    def annotate(self, **columns: Any) -> None:
+        """Add columns to the examples table, durably; each is indexed by example id.
+
+        memory.annotate(author=["ada", "kurt", …])
+        """
+        made = [Column.of(name, array) for name, array in columns.items()]
+        for column in made:
+            if len(column) < self.manifest.examples:
+                raise BadCall(
+                    f"column {column.name!r} has {len(column):,} entries, but the memory has events of example "
+                    f"{self.manifest.examples - 1:,}: pass one entry for every example id."
+                )
+        for column in made:
+            write_column(self.path, column)
+            self._columns[column.name] = column
+
+    def verify(self, progress: bool = False) -> Verification:
+        """Read every file whole and compare every checksum; nothing is changed."""
+        problems: list[str] = []
+        records = self._records()
+        for record in tqdm(records, desc="verify", unit="file", disable=not progress, leave=False):
+            try:
+                damaged = TensorFile(self.path, record).damaged_chunks()
+                problems += [f"{record.file}: megabyte {chunk} is damaged" for chunk in damaged]
+            except DamagedMemory as error:
+                problems.append(str(error))
+        names = self.columns
+        for name in names:
+            try:
+                read_column(self.path, name)
+            except DamagedMemory as error:
+                problems.append(str(error))
+        sizes = [(self.path / "examples" / f"{name}.safetensors").stat().st_size for name in names]
+        return Verification(not problems, tuple(problems), len(records) + len(names), self.bytes + sum(sizes))
+

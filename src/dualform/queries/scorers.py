@@ -1,0 +1,89 @@
+"""What a question ranks and sums: attention weights, or contributions to the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Float32, Float64
+from torch import Tensor
+
+from dualform.blocks import Block
+from dualform.queries.score import products, scores, square_norms
+from dualform.queries.values import Coefficients
+
+
+class Scorer(Protocol):
+    """Gives every event of a block a number for every query."""
+
+    queries: Float[Tensor, "queries dim_in"]
+
+    def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
+        """The score of each event, for the order: the same bits whatever the split into blocks."""
+
+    def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
+        """The same quantity in fp64, for sums."""
+
+
+@dataclass(frozen=True)
+class AttentionScorer:
+    """α_t = x_t · q."""
+
+    queries: Float[Tensor, "queries dim_in"]
+
+    def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
+        return scores(block.keys, self.queries)
+
+    def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
+        return products(block.keys, self.queries)
+
+
+def _gradients(block: Block) -> Tensor:
+    assert block.gradients is not None
+    return block.gradients
+
+
+@dataclass(frozen=True)
+class DirectionScorer:
+    """What an event adds to the output along v: α_t (e_t · v) + c^b (g_t · v)."""
+
+    queries: Float[Tensor, "queries dim_in"]
+    coefficients: Coefficients
+    direction: Float64[Tensor, " dim_out"]
+
+    def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
+        # Rounding α and g·v first makes every step elementwise, hence independent of how the rows were split.
+        along = scores(_gradients(block), self.direction[None])[0].double()
+        return self._combine(scores(block.keys, self.queries).double(), along, block).float()
+
+    def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
+        along = _gradients(block).double() @ self.direction
+        return self._combine(products(block.keys, self.queries), along, block)
+
+    def _combine(self, alphas: Tensor, along: Tensor, block: Block) -> Tensor:
+        weight, bias = self.coefficients.of_events(block)
+        added = alphas * (weight * along) + bias * along
+        # A dropped pass (coefficient 0) may hold infinities; it adds nothing.
+        return torch.where((weight == 0) & (bias == 0), 0.0, added)
+
+
+@dataclass(frozen=True)
+class NormScorer:
+    """|α_t| ‖e_t‖: how much an event moves the output as a whole (the paper's error-norm variant)."""
+
+    queries: Float[Tensor, "queries dim_in"]
+    coefficients: Coefficients
+
+    def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
+        sizes = square_norms(_gradients(block)).double().sqrt() * self.coefficients.of_events(block)[0].abs()
+        return (scores(block.keys, self.queries).double().abs() * sizes).float()
+
+    def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
+        sizes = torch.linalg.vector_norm(_gradients(block), dim=1, dtype=torch.float64)
+        sizes = sizes * self.coefficients.of_events(block)[0].abs()
+        return products(block.keys, self.queries).abs() * sizes
+
+    def alphas(self, block: Block) -> Float64[Tensor, "queries events"]:
+        """α_t in fp64, for sums of whole contributions."""
+        return products(block.keys, self.queries)

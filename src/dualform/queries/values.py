@@ -1,0 +1,134 @@
+"""Values: the coefficient of every event, and what the sum of events makes of a weight."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from dualform.blocks import Block
+from dualform.errors import NotExact, NotKept
+from dualform.memory import StoredMemory
+from dualform.optimizers import ACTIVE, LINEAR, why_not_exact
+from dualform.queries.selection import Selection
+
+logger = logging.getLogger("dualform")
+
+
+def parameters_of(memory: StoredMemory, weight: int) -> list[str]:
+    """The names of a weight and of the biases of its uses."""
+    record = memory.manifest.weights[weight]
+    return [record.name, *dict.fromkeys(use.bias for use in record.uses if use.bias)]
+
+
+def why_no_values(memory: StoredMemory, weight: int) -> str | None:
+    """Why the events of a weight have no exact values here; None where they have."""
+    if memory.manifest.keep != "all":
+        return f"keep={memory.manifest.keep!r} holds no gradients; record with keep='all' for values"
+    for name in parameters_of(memory, weight):
+        at = memory.manifest.parameter(name)
+        flags = memory.journal.flags[:, at]
+        if np.any((flags & ACTIVE > 0) & (flags & LINEAR == 0)):
+            owner = memory.manifest.parameters[at].optimizer
+            return why_not_exact(memory.manifest.optimizers[owner].name)
+    return None
+
+
+def require_values(memory: StoredMemory, weight: int, question: str) -> None:
+    """NotKept or NotExact where `question` needs values that this memory does not have."""
+    reason = why_no_values(memory, weight)
+    if reason is None:
+        return
+    name = memory.manifest.weights[weight].name
+    if memory.manifest.keep != "all":
+        raise NotKept(f"{question} needs the gradients of {name}: {reason}.")
+    raise NotExact(f"{question} needs a value for every event of {name}: {reason}.")
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """c of the weight and c^b of a bias for every backward pass, at one end step."""
+
+    weight: Float64[Tensor, " backwards"]
+    bias: Float64[Tensor, " backwards"] | None
+    bias_uses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, memory: StoredMemory, weight: int, bias: str | None, until: int) -> Coefficients:
+        """The coefficients with which a weight's events, and their part of `bias`, are in the model at `until`."""
+        record = memory.manifest.weights[weight]
+        uses = tuple(at for at, use in enumerate(record.uses) if bias is not None and use.bias == bias)
+        return cls(
+            memory.journal.event_coefficients(memory.manifest.parameter(record.name), until),
+            memory.journal.event_coefficients(memory.manifest.parameter(bias), until) if bias else None,
+            uses,
+        )
+
+    def of_events(self, block: Block) -> tuple[Float64[Tensor, " events"], Float64[Tensor, " events"]]:
+        """c and c^b of every event of a block; c^b is 0 for an event that went through another bias."""
+        weight = self.weight[block.backwards]
+        if self.bias is None:
+            return weight, torch.zeros_like(weight)
+        through = torch.isin(block.uses, torch.tensor(self.bias_uses))
+        return weight, torch.where(through, self.bias[block.backwards], 0.0)
+
+
+def fold(
+    memory: StoredMemory, weight: int, until: int, selection: Selection
+) -> tuple[Float64[Tensor, "dim_out dim_in"], dict[str, Float64[Tensor, " dim_out"]]]:
+    """Σ e_t ⊗ x_t of the selected events, and Σ c^b g_t for every bias they went through; in fp64."""
+    record = memory.manifest.weights[weight]
+    biases = parameters_of(memory, weight)[1:]
+    tables = {name: Coefficients.of(memory, weight, name, until) for name in biases}
+    own = Coefficients.of(memory, weight, None, until)
+    total = torch.zeros(record.dim_out, record.dim_in, dtype=torch.float64)
+    sums = {name: torch.zeros(record.dim_out, dtype=torch.float64) for name in biases}
+    for block in memory.blocks(weight, until):
+        block = selection.apply(block)
+        coefficient, _ = own.of_events(block)
+        used = coefficient != 0
+        # A pass that was dropped has coefficient 0, and may hold infinities: it is left out, not multiplied.
+        chosen = block.select(used)
+        assert chosen.gradients is not None and block.gradients is not None
+        values = chosen.gradients.double() * coefficient[used, None]
+        total.addmm_(values.T, chosen.keys.double())
+        for name, table in tables.items():
+            _, of_bias = table.of_events(block)
+            used = of_bias != 0
+            sums[name] += of_bias[used] @ block.gradients[used].double()
+    return total, sums
+
+
+class Folds:
+    """Rebuilt parameters of a memory, remembered where nothing is masked."""
+
+    def __init__(self, memory: StoredMemory) -> None:
+        self._memory = memory
+        self._last: tuple[int, dict[str, Tensor]] | None = None
+
+    def parameters(self, until: int, selection: Selection) -> dict[str, Float64[Tensor, "..."]]:
+        """c_0 W0 + d_0 v_0 + Σ (the selected events' part) of every recorded parameter, in fp64."""
+        if not selection and self._last is not None and self._last[0] == until:
+            return self._last[1]
+        memory = self._memory
+        rebuilt = {p.name: self.untouched(p.name, until) for p in memory.manifest.parameters}
+        for weight, record in enumerate(memory.manifest.weights):
+            total, biases = fold(memory, weight, until, selection)
+            rebuilt[record.name] = rebuilt[record.name] + total
+            for name, part in biases.items():
+                rebuilt[name] = rebuilt[name] + part
+        if not selection:
+            self._last = (until, rebuilt)
+        return rebuilt
+
+    def untouched(self, parameter: str, until: int) -> Float64[Tensor, "..."]:
+        """c_0 W0 + d_0 v_0: the part of a parameter that no event made."""
+        memory = self._memory
+        found = memory.journal.coefficients(memory.manifest.parameter(parameter), until)
+        part = found.initial * memory.initial(parameter).double()
+        velocity = memory.velocity(parameter)
+        return part if velocity is None else part + found.velocity * velocity.double()

@@ -1,0 +1,211 @@
+"""The hooks that turn a backward pass into events, without changing anything in it.
+
+A forward hook puts a tensor hook on the layer's output. It copies key and gradient during backward, and the
+weight's post-accumulate hook decides whether they became events: only then did the gradient reach the weight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dualform.memory.journal import Call
+from dualform.recording.ids import NO_EXAMPLE, Batch, fit_ids
+from dualform.recording.targets import Pass, Target, Targets, Use
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """One call of a module: its input by reference, and the ids that held at that moment."""
+
+    order: int
+    use: Use
+    stored: Tensor
+    version: int
+    batch: Batch | None
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """Keys and gradients of one call, copied during backward; not yet events."""
+
+    order: int
+    use: Use
+    keys: Tensor
+    gradients: Tensor
+    examples: Tensor
+    positions: Tensor
+
+
+@dataclass
+class _Backward:
+    """What arrived in one backward pass so far, and which parameters have taken it up."""
+
+    arrived: list[_Arrived] = field(default_factory=list)
+    settled: set[Target] = field(default_factory=set)
+    number: int | None = None
+
+
+def inert(*_: Any) -> None:
+    """What a hook becomes in a copy of the model: nothing."""
+
+
+class _ForwardHook:
+    """A module's forward hook; in a deep copy or a pickle of the model it does nothing."""
+
+    def __init__(self, capture: Capture, use: Use) -> None:
+        self._capture, self._use = capture, use
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._capture.guard(self._capture.saw_forward, self._use, args, kwargs, output)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return inert
+
+    def __reduce__(self) -> str:
+        return "inert"
+
+
+class Capture:
+    """Installs the hooks, gathers passes in `target.passes`, and removes every hook at the end."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        guard: Callable[..., Any],
+        tell: Callable[[str, str], None],
+        batch: Callable[[], Batch | None],
+        wanted: Callable[[Target], bool],
+    ) -> None:
+        self.guard = guard
+        self._tell, self._batch, self._wanted = tell, batch, wanted
+        self._targets = targets
+        self._pid = os.getpid()
+        self._order = 0
+        self._backwards = 0
+        self._open: dict[int, _Backward] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Put the hooks on, ours before the user's: a hook that replaces an output must come after."""
+        for use in self._targets.uses:
+            hook = _ForwardHook(self, use)
+            self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        for target in self._targets.parameters:
+            settle = partial(self.guard, self._accumulated, target)
+            self._handles.append(target.parameter.register_post_accumulate_grad_hook(settle))
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open.clear()
+
+    def saw_forward(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A recorded module was called: wait for its gradient, if one can come."""
+        if os.getpid() != self._pid or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        stored = args[0] if args else kwargs.get("input")
+        if not isinstance(stored, Tensor) or not use.weight.parameter.requires_grad:
+            return
+        batch = self._batch()
+        if batch is not None:
+            leading = use.kind.leading(stored)
+            batch.fitted += fit_ids(batch, leading) is not None
+            batch.misfits = leading
+        stored = stored.detach()
+        if use.copy_at_forward:
+            stored = stored.clone()
+        call = _Forward(self._order, use, stored, stored._version, batch)
+        self._order += 1
+        output.register_hook(partial(self.guard, self._saw_gradient, call))
+
+    def _saw_gradient(self, call: _Forward, gradient: Tensor) -> None:
+        use = call.use
+        if call.stored._version != call.version and not use.copy_at_forward:
+            use.copy_at_forward = True
+            self._tell(
+                f"in-place {use.map}",
+                f"{use.map}: its input was changed in place between forward and backward; "
+                "from now on it is copied at forward",
+            )
+        # Under autocast the product is computed in the output's dtype: so is the key.
+        keys = use.kind.keys(call.stored).to("cpu", gradient.dtype, copy=True).contiguous()
+        gradients = use.kind.gradients(gradient.detach()).to("cpu", copy=True).contiguous()
+        examples, positions = self._numbers(call, len(keys))
+        arrived = _Arrived(call.order, use, keys, gradients, examples, positions)
+        self._backward().arrived.append(arrived)
+
+    def _numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
+        fitted = fit_ids(call.batch, call.use.kind.leading(call.stored)) if call.batch else None
+        if fitted is not None:
+            return fitted
+        if call.batch is not None:
+            self._tell(
+                f"ids {call.use.map}",
+                f"{call.use.map}: ids of shape {list(call.batch.ids.shape)} fit no dimension of its input "
+                f"{list(call.use.kind.leading(call.stored))}; its events get example {NO_EXAMPLE}",
+            )
+        else:
+            self._tell("no ids", f"no ids are given (recorder.batch); events get example {NO_EXAMPLE}")
+        return torch.full((events,), NO_EXAMPLE), torch.zeros(events, dtype=torch.int64)
+
+    def _backward(self) -> _Backward:
+        task = torch._C._current_graph_task_id()
+        if task not in self._open:
+            self._open[task] = _Backward()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._open.pop(task, None))
+        return self._open[task]
+
+    def _accumulated(self, target: Target, _: Tensor) -> None:
+        if os.getpid() == self._pid:
+            self.settle(target)
+
+    def settle(self, target: Target) -> None:
+        """The current backward pass has put its gradient into this parameter: make its rows events."""
+        backward = self._open.get(torch._C._current_graph_task_id())
+        if backward is None or target in backward.settled or not self._wanted(target):
+            return
+        rows = [a for a in backward.arrived if target in (a.use.weight, a.use.bias)]
+        if not rows:
+            return
+        backward.settled.add(target)
+        if backward.number is None:
+            backward.number, self._backwards = self._backwards, self._backwards + 1
+        rows.sort(key=lambda arrived: arrived.order)
+        target.passes.append(_gather(target, rows, backward.number))
+
+    def forget_unfinished(self) -> None:
+        """Drop what arrived in backward passes that never ended (an exception inside them)."""
+        if torch._C._current_graph_task_id() == -1:
+            self._open.clear()
+
+
+def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
+    """A pass of one parameter: the sketch of what its rows put into the gradient, and the rows as calls."""
+    result = Pass(number, torch.zeros(()), 0.0)
+    for row in rows:
+        keys, gradients = row.keys, row.gradients
+        if keys.dtype in (torch.float16, torch.bfloat16):
+            target.half = True
+            keys, gradients = keys.float(), gradients.float()
+        sizes = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()
+        if target.projection is not None:
+            sketch = gradients.T @ (keys @ target.projection.to(keys.dtype))
+            sizes = sizes * torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64).square()
+            call = Call(row.use.index, number, row.keys, row.gradients, row.examples, row.positions)
+            result.calls.append(call)
+        else:
+            sketch = gradients.sum(dim=0)
+        result.sketch = result.sketch + sketch.double()
+        result.magnitude += float(sizes.sum())
+    return result

@@ -1,0 +1,62 @@
+"""Which example each row of a layer's input is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from dualform.errors import BadIds
+
+NO_EXAMPLE = -1
+
+
+@dataclass
+class Batch:
+    """The ids of the batch at work, and whether they fitted any layer so far."""
+
+    ids: Int64[Tensor, "..."]
+    dim: int
+    fitted: int = 0
+    misfits: tuple[int, ...] | None = None
+
+
+def read_ids(ids: Any, examples: int | None) -> Int64[Tensor, "..."]:
+    """Ids as the user gives them, checked: whole numbers from 0 to the end of the examples table."""
+    tensor = ids if isinstance(ids, Tensor) else torch.as_tensor(np.asarray(ids))
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise BadIds(f"ids must be whole numbers (int64); these are {tensor.dtype}. Convert them with .long().")
+    tensor = tensor.detach().to("cpu", torch.int64, copy=True)
+    if tensor.numel():
+        low, high = int(tensor.min()), int(tensor.max())
+        if low < 0:
+            raise BadIds(f"ids must be 0 or larger; the smallest of these is {low}.")
+        if examples is not None and high >= examples:
+            raise BadIds(
+                f"example id {high} is outside the examples table, which has {examples:,} entries "
+                f"(ids 0 to {examples - 1:,}). Give every column an entry for every id."
+            )
+    return tensor
+
+
+def fit_ids(batch: Batch, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+    """The example and the position of every event of an input with these leading dimensions.
+
+    The first that fits: ids.shape == leading; ids.numel() == prod(leading); one id for each index of
+    dimension `dim`, spread over the other dimensions, which make the position. None where nothing fits.
+    """
+    events = int(np.prod(leading)) if leading else 1
+    ids, dim = batch.ids, batch.dim
+    if ids.numel() == events:
+        return ids.reshape(-1), torch.zeros(events, dtype=torch.int64)
+    if ids.ndim != 1 or len(leading) <= dim or len(ids) != leading[dim]:
+        return None
+    rest = [size for at, size in enumerate(leading) if at != dim]
+    positions = torch.arange(int(np.prod(rest))).reshape(rest).unsqueeze(dim).expand(leading)
+    shape = [1] * len(leading)
+    shape[dim] = len(ids)
+    return ids.reshape(shape).expand(leading).reshape(-1), positions.reshape(-1)

@@ -1,0 +1,201 @@
+"""The probe: which scale of each backward pass is in a gradient, and is there anything else in it?
+
+Freivalds' check with a fixed random R of four columns: p.grad @ R is compared with Σ g_t (x_t · R), by least
+squares over the scales of the backward passes. Clipping, loss scaling and accumulation are such scales. What
+stays unexplained beyond rounding was made by something else than the recorded events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from dualform.recording.targets import PROBE_COLUMNS, Target
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What rounding costs: one rounding error of a product, and the least tolerance of a remainder."""
+
+    unit: float
+    floor: float
+    snap: float
+
+
+_PRECISIONS = {
+    torch.float64: Precision(2.0**-53, 1e-12, 2.0**-50),
+    torch.float32: Precision(2.0**-24, 1e-5, 2.0**-21),
+}
+# Half-precision products are summed in fp32, but the gradient itself is rounded to 8 or 11 bits.
+_HALF = Precision(2.0**-24, 1e-2, 1e-3)
+
+
+def precision(target: Target) -> Precision:
+    """The precision of the products that make a parameter's gradient."""
+    return _HALF if target.half else _PRECISIONS.get(target.parameter.dtype, _HALF)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The scales that explain a gradient, what is left of it, and whether that is no more than rounding."""
+
+    scales: tuple[float, ...]
+    remainder: float
+    tolerance: float
+    l2: float = 0.0
+    carried: bool = False
+    determined: bool = True
+
+    @property
+    def explained(self) -> bool:
+        """Whether nothing but the recorded events (and a decay in the loss) made this gradient."""
+        return self.remainder <= self.tolerance and not self.carried
+
+
+class Evidence:
+    """What there is to go by for one parameter just before its step, as sketches in fp64."""
+
+    def __init__(self, target: Target, gradient: Float64[Tensor, "..."], previous: Tensor | None) -> None:
+        self.target = target
+        self.gradient = gradient.reshape(-1)
+        self.norm = float(self.gradient.norm())
+        self.previous = None if previous is None else previous.reshape(-1)
+        sketches = [one.sketch.double().reshape(-1) for one in target.passes]
+        # A pass that overflowed cannot be part of a finite gradient: zero_grad dropped it.
+        finite = [s if bool(s.isfinite().all()) else torch.zeros_like(s) for s in sketches]
+        self.columns = torch.stack(finite, dim=1) if finite else self.gradient.new_zeros(len(self.gradient), 0)
+        magnitude = sum(one.magnitude for one in target.passes if math.isfinite(one.magnitude))
+        # ‖G R‖² is about four times ‖G‖² for a Gaussian R of four columns.
+        self.magnitude = math.sqrt(magnitude * (PROBE_COLUMNS if target.projection is not None else 1))
+        self.precision = precision(target)
+
+    @property
+    def weight(self) -> Float64[Tensor, " equations"]:
+        """The sketch of the parameter itself, to find an L2 term of the user's loss."""
+        return self.target.sketch(self.target.parameter).reshape(-1)
+
+    def rounding(self, scale: float) -> float:
+        """64 rounding errors of the terms, relative to the gradient: 64 units times κ."""
+        return 64 * self.precision.unit * self.magnitude * abs(scale) / self.norm
+
+    @property
+    def silent(self) -> bool:
+        """Whether the events' own terms cancel to zero as far as rounding can tell."""
+        return float(self.columns.norm()) <= 128 * self.precision.unit * self.magnitude
+
+    def judge(self, scales: Sequence[float], l2: float = 0.0, extra: Tensor | None = None) -> Fit:
+        """How well these scales (and `l2` times the extra column) explain the gradient."""
+        rest = self.gradient - self.columns @ torch.tensor(scales, dtype=torch.float64)
+        if extra is not None:
+            rest = rest - l2 * extra
+        largest = max((abs(scale) for scale in scales), default=0.0)
+        tolerance = max(self.precision.floor, self.rounding(largest))
+        return Fit(tuple(scales), float(rest.norm()) / self.norm, tolerance, l2=l2)
+
+
+def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 0.0) -> Fit:
+    """Explain a gradient by the simplest story that leaves nothing over.
+
+    In this order: the scales `known` from other parameters; one scale for all passes, with the first ones
+    dropped by zero_grad or not; a scale per pass; each again with an L2 term of the user's loss. Failing all,
+    a look whether the gradient of the last step was carried over.
+    """
+    count = seen.columns.shape[1]
+    if not math.isfinite(seen.norm):
+        return Fit((1.0,) * count, math.inf, 0.0)
+    if seen.norm == 0.0:
+        return Fit((0.0,) * count, 0.0, 0.0, determined=not seen.silent)
+    if count and seen.silent:
+        guess = seen.judge(known or (1.0,) * count)
+        if guess.explained:
+            return Fit(guess.scales, guess.remainder, guess.tolerance, determined=False)
+
+    closest: Fit | None = None
+    for with_l2 in (False, True):
+        for story in _stories(seen, known, known_l2, seen.weight if with_l2 else None):
+            if story.explained:
+                return story
+            closest = story if closest is None or story.remainder < closest.remainder else closest
+    assert closest is not None
+    plain = Fit(closest.scales, closest.remainder, closest.tolerance)
+    if seen.previous is not None:
+        for story in _stories(seen, None, 0.0, seen.previous):
+            if story.explained:
+                return Fit(story.scales, plain.remainder, plain.tolerance, carried=True)
+    return plain
+
+
+def _stories(
+    seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Tensor | None
+) -> Iterator[Fit]:
+    count = seen.columns.shape[1]
+    if known is not None:
+        yield seen.judge(known, known_l2 if extra is not None else 0.0, extra)
+    if count == 0:
+        solution = _solve(seen, [], extra) if extra is not None else []
+        yield seen.judge([], *([solution[0], extra] if solution else []))
+    for dropped in range(count):
+        solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], extra)
+        if solution is not None:
+            scales = [0.0] * dropped + [solution[0]] * (count - dropped)
+            yield seen.judge(_snapped(seen, scales), solution[1] if extra is not None else 0.0, extra)
+    if count > 1:
+        solution = _solve(seen, list(seen.columns.unbind(1)), extra)
+        if solution is not None:
+            scales = _snapped(seen, solution[:count])
+            yield seen.judge(scales, solution[count] if extra is not None else 0.0, extra)
+
+
+def _solve(seen: Evidence, basis: list[Tensor], extra: Tensor | None) -> list[float] | None:
+    """Least squares; None where there are not more equations than unknowns, which would explain anything."""
+    matrix = torch.stack([*basis, *([extra] if extra is not None else [])], dim=1)
+    if matrix.shape[1] == 1:
+        square = float(matrix[:, 0] @ matrix[:, 0])
+        return [float(matrix[:, 0] @ seen.gradient) / square if square > 0 else 0.0]
+    if seen.target.equations <= matrix.shape[1]:
+        return None
+    # Columns of very different size (a gradient and a weight) would lose the small one to the cut-off.
+    sizes = matrix.norm(dim=0).clamp_min(1e-300)
+    solution = torch.linalg.lstsq(matrix / sizes, seen.gradient[:, None], driver="gelsd").solution[:, 0]
+    return [float(value) for value in solution / sizes]
+
+
+def _snapped(seen: Evidence, scales: list[float]) -> list[float]:
+    """Scales within rounding of 0, 1 or a power of two are that."""
+    largest = max(abs(scale) for scale in scales)
+    result = []
+    for scale in scales:
+        near = max(seen.rounding(scale) / 8, seen.precision.snap)
+        if abs(scale) <= near * largest:
+            result.append(0.0)
+            continue
+        power = 2.0 ** round(math.log2(abs(scale)))
+        result.append(math.copysign(power, scale) if abs(abs(scale) / power - 1.0) <= near else scale)
+    return result
+
+
+def fit_all(evidence: Mapping[Target, Evidence]) -> dict[Target, Fit]:
+    """Fit every parameter of one optimiser step; what one cannot tell alone is taken from the others."""
+    known: dict[int, float] = {}
+    known_l2 = 0.0
+    fits: dict[Target, Fit] = {}
+    # Weights first: a bias has few equations, or just one, and mostly shares the scale of its weight.
+    for target in sorted(evidence, key=lambda target: target.projection is None):
+        prefer = None
+        if target.projection is None and target.passes and all(one.backward in known for one in target.passes):
+            prefer = [known[one.backward] for one in target.passes]
+        result = fits[target] = fit(evidence[target], prefer, known_l2)
+        if result.determined and result.explained:
+            known_l2 = result.l2 or known_l2
+            for one, scale in zip(target.passes, result.scales, strict=True):
+                known.setdefault(one.backward, scale)
+    for target, result in fits.items():
+        if not result.determined:
+            scales = tuple(known.get(one.backward, 1.0) for one in target.passes)
+            fits[target] = Fit(scales, result.remainder, result.tolerance, determined=False)
+    return fits

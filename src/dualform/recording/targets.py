@@ -1,0 +1,174 @@
+"""What of a model is recorded: its linear maps, the weights and biases behind them, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import BadCall
+from dualform.layers import LayerType, LinearMap, find_layer_type
+from dualform.memory.files import storable
+from dualform.memory.journal import Call
+
+PROBE_COLUMNS = 4
+EVERY_STEP_BYTES = 64 << 10
+
+Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
+
+
+@dataclass
+class Pass:
+    """What one backward pass left in one parameter, as far as the events explain it.
+
+    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias; `magnitude` is Σ ‖g_t‖² ‖x_t‖², the scale of
+    the terms before they cancel.
+    """
+
+    backward: int
+    sketch: Tensor
+    magnitude: float
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Target:
+    """A weight or bias whose steps are journalled."""
+
+    index: int
+    name: str
+    names: list[str]
+    parameter: nn.Parameter
+    projection: Tensor | None
+    passes: list[Pass] = field(default_factory=list)
+    half: bool = False
+
+    def sketch(self, matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """matrix @ R for a weight, in fp64 unless told otherwise; a bias is its own sketch."""
+        matrix = matrix.detach().to("cpu", dtype or torch.float64)
+        return matrix if self.projection is None else matrix @ self.projection.to(matrix.dtype)
+
+    @property
+    def equations(self) -> int:
+        """How many independent numbers the sketch of a gradient has."""
+        if self.projection is None:
+            return self.parameter.numel()
+        return self.parameter.shape[0] * min(PROBE_COLUMNS, self.parameter.shape[1])
+
+
+@dataclass(eq=False)
+class Use:
+    """One linear map of one module, through which rows reach a weight."""
+
+    index: int
+    map: str
+    module_name: str
+    module: nn.Module
+    kind: LayerType
+    weight: Target
+    bias: Target | None
+    copy_at_forward: bool = False
+
+
+@dataclass
+class Targets:
+    """Everything the recorder follows in one model."""
+
+    uses: list[Use]
+    weights: list[Target]
+    parameters: list[Target]
+    every_step: dict[str, Tensor]
+    at_commits: dict[str, Tensor]
+    notes: list[str]
+
+
+def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
+    """The linear maps of the model that `layers` chooses (all by default), by weight."""
+    chosen = _chooser(layers)
+    generator = torch.Generator().manual_seed(seed)
+    names = _names(model)
+    by_parameter: dict[nn.Parameter, Target] = {}
+    weights: list[Target] = []
+    uses: list[Use] = []
+    notes: list[str] = []
+    uses_of: dict[Target, int] = {}
+
+    def target(parameter: nn.Parameter, is_weight: bool) -> Target:
+        if parameter not in by_parameter:
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise BadCall("a lazy layer has no weights yet: run one forward pass before record().")
+            projection = None
+            if is_weight:
+                size = (parameter.shape[1], PROBE_COLUMNS)
+                projection = torch.randn(size, generator=generator, dtype=torch.float64)
+            first, *_ = aliases = names[parameter]
+            by_parameter[parameter] = Target(len(by_parameter), first, aliases, parameter, projection)
+        return by_parameter[parameter]
+
+    for name, module in model.named_modules():
+        kind = find_layer_type(module)
+        if kind is None or not chosen(name, module):
+            continue
+        maps = kind.maps(module)
+        if not maps:
+            notes.append(f"{name}: its weight is parametrised (computed from other parameters), so it is not recorded")
+        for linear_map in maps:
+            weight = target(_own(module, linear_map.weight), True)
+            if weight not in weights:
+                weights.append(weight)
+            bias = target(_own(module, linear_map.bias), False) if linear_map.bias else None
+            at = uses_of[weight] = uses_of.get(weight, -1) + 1
+            uses.append(Use(at, _map_name(name, linear_map), name, module, kind, weight, bias))
+    if not uses:
+        raise BadCall(
+            "there is no layer to record: the model has no nn.Linear"
+            + (f" that layers={layers!r} chooses." if layers is not None else " with a weight of its own.")
+        )
+    every_step, at_commits = _others(model, by_parameter, notes)
+    return Targets(uses, weights, list(by_parameter.values()), every_step, at_commits, notes)
+
+
+def _own(module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _map_name(module: str, linear_map: LinearMap) -> str:
+    return ".".join(part for part in (module, linear_map.suffix) if part)
+
+
+def _chooser(layers: Layers) -> Callable[[str, nn.Module], bool]:
+    if layers is None:
+        return lambda name, module: True
+    if callable(layers):
+        return layers
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _others(
+    model: nn.Module, recorded: dict[nn.Parameter, Target], notes: list[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Unrecorded parameters and buffers: the smallest, up to 64 KB, at every step, the rest at commits."""
+    every_step: dict[str, Tensor] = {}
+    at_commits: dict[str, Tensor] = {}
+    unrecorded = {n: p for n, p in model.named_parameters() if p not in recorded} | dict(model.named_buffers())
+    left = EVERY_STEP_BYTES
+    for name, tensor in sorted(unrecorded.items(), key=lambda item: item[1].nbytes):
+        if not storable(tensor.dtype):
+            notes.append(f"{name}: {tensor.dtype} cannot be stored; dual() takes it from the model it is given")
+            continue
+        left -= tensor.nbytes
+        (every_step if left >= 0 else at_commits)[name] = tensor
+    return every_step, at_commits
