@@ -38,14 +38,14 @@ def test_info_names_every_weight(run: Path, capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "0.weight" in text
     assert "2.weight" in text
-    assert "residual" not in text
+    assert "rounding" not in text
 
 
 def test_info_measures_the_certificate_when_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("info", run, "--certificate") == 0
     text = capsys.readouterr().out
-    assert "residual" in text
-    assert "Exact: " in text
+    assert "rounding" in text
+    assert "certificate: exact, residual at most " in text
 
 
 def test_verify_of_a_whole_memory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,10 +98,12 @@ def test_python_m_dualform_is_the_same_command() -> None:
     assert all(verb.__name__ in done.stdout for verb in VERBS)
 
 
-@pytest.mark.parametrize("module", ["tyro", "rich"])
-def test_a_missing_extra_gives_the_command_to_type(module: str) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None; import dualform.cli"
+@pytest.mark.parametrize(
+    ("module", "extra"), [("tyro", "cli"), ("rich", "cli"), ("matplotlib.figure", "plot")]
+)
+def test_a_missing_extra_gives_the_command_to_type(module: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; from dualform.cli import main; main(['demo'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "pip install 'dualform[cli]'" in done.stderr
+    assert f"pip install 'dualform[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr

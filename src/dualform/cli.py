@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 try:
-    import rich  # noqa: F401
+    import rich  # noqa: F401  (the demo's; both come with the same extra)
     import tyro
 except ModuleNotFoundError as error:
     # The command starts by importing this module, so an exception would reach the user as a traceback.
@@ -39,29 +39,21 @@ def info(
     certificate: Annotated[bool, arg(help="also measure it, which reads the whole memory")] = False,
 ) -> None:
     """Print what a memory holds."""
-    from dualform.view.pictures import terminal
-    from dualform.view.tables import certificate_sentence, certificate_table, weights_table
-
-    console = terminal()
     memory = dualform.open(run)
-    console.print(repr(memory), weights_table(memory), sep="\n", soft_wrap=True)
-    if certificate:
-        rows = memory.certificate()
-        console.print(certificate_sentence(rows), certificate_table(rows), sep="\n")
+    measured = memory.certificate() if certificate else None
+    print(memory)
+    if measured is not None:
+        print(f"\n{measured}")
 
 
 def verify(run: Run) -> int:
     """Read a memory whole and compare every checksum."""
-    from dualform.view.tables import size
-
     result = dualform.open(run).verify(progress=True)
-    checked = f"{result.files:,} files, {size(result.bytes)}"
+    checked = f"{result.files:,} files, {result.bytes:,} bytes"
     if result.ok:
         print(f"{run} is whole: {checked}, every checksum matches.")
         return 0
-    print(f"{run} is damaged ({checked} checked):")
-    for problem in result.problems:
-        print(f"  - {problem}")
+    print(f"{run} is damaged ({checked} checked):", *result.problems, sep="\n  - ")
     return 1
 
 

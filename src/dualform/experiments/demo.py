@@ -5,6 +5,7 @@ Read from the top it is also an example of the library: `train` records, `ask` a
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import dualform
+from dualform.dual import Certificate
 from dualform.errors import BadCall, DataMissing
 from dualform.experiments.datasets import Dataset, Split
 from dualform.experiments.recipes import Recipe, recipe
+from dualform.queries import Attention
 from dualform.view.figures import save, spotlight_figure
 from dualform.view.panels import Exhibit, Match, Panel
 from dualform.view.pictures import show, terminal
-from dualform.view.tables import certificate_sentence, certificate_table, size
 
 BATCH = 128
 MATCHES = 3
@@ -60,15 +62,19 @@ def demo(
     console.print(f"Test accuracy: {100 * accuracy(model, chosen, data.test):.1f} %.")
 
     memory = dualform.open(path)
-    certificate = memory.certificate()
-    console.print(certificate_sentence(certificate), certificate_table(certificate), sep="\n")
+    with console.status("Rebuilding every weight from its events"):
+        certificate = memory.certificate()
+    tell_certificate(certificate, console)
 
-    exhibit = ask(memory, model, chosen, data, image)
+    with console.status("Asking the memory"):
+        exhibit = ask(memory, model, chosen, data, image)
     show(exhibit, console)
     figure = save(spotlight_figure(exhibit), path.with_name(path.name + ".png"))
 
-    console.print(f"The memory is in {path} ({size(memory.bytes)}), the figure in {figure}.", soft_wrap=True)
-    console.print(f"Next:  dualform info {path}\n       dualform verify {path}", soft_wrap=True)
+    console.print(
+        f"The memory is in {path} ({memory.bytes / 1e9:.1f} GB), the figure in {figure}.", soft_wrap=True
+    )
+    console.print(f"Next:  {command()} info {path}\n       {command()} verify {path}", soft_wrap=True)
     return path
 
 
@@ -119,7 +125,7 @@ def batches(examples: int, steps: int, seed: int) -> Iterator[Int64[Tensor, " ba
 def accuracy(model: nn.Module, chosen: Recipe, test: Split) -> float:
     """Return the share of test images that the model gets right."""
     answers = model(chosen.preprocess(test.images)).argmax(1)
-    return (answers == test.labels).double().mean().item()
+    return float((answers == test.labels).double().mean())
 
 
 @torch.no_grad()
@@ -129,20 +135,19 @@ def ask(memory: dualform.Memory, model: nn.Module, chosen: Recipe, data: Dataset
     probabilities = model(inputs)[0].softmax(0)
     answer = int(probabilities.argmax())
     spotlight = memory.attend(model, inputs)
-    layers = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)]
     epochs = math.ceil(memory.steps / (len(data.train) // BATCH))
     return Exhibit(
         image=data.test.images[image],
-        title=f"test image {image:,}",
+        title=f"test image {image}",
         label=chosen.class_names[int(data.test.labels[image])],
         answer=chosen.class_names[answer],
         probability=probabilities[answer].item(),
         class_names=chosen.class_names,
-        panels=tuple(panel(layer, spotlight[layer], chosen, data.train, epochs) for layer in layers),
+        panels=tuple(panel(layer, spotlight[layer], chosen, data.train, epochs) for layer in spotlight),
     )
 
 
-def panel(layer: str, attention: dualform.Attention, chosen: Recipe, train: Split, epochs: int) -> Panel:
+def panel(layer: str, attention: Attention, chosen: Recipe, train: Split, epochs: int) -> Panel:
     """Return a layer's best matches, each another example, and its attention by class."""
     # An example has an event in each epoch, and in the input layer all of them score the same.
     top = attention.top(MATCHES * epochs)
@@ -155,6 +160,25 @@ def panel(layer: str, attention: dualform.Attention, chosen: Recipe, train: Spli
     shares = torch.zeros(len(chosen.class_names), dtype=torch.float64)
     shares[torch.as_tensor(totals.groups)] = totals.values[0].double()
     return Panel(layer, tuple(first.values())[:MATCHES], shares / shares.sum())
+
+
+def tell_certificate(certificate: Certificate, console: Console) -> None:
+    """Print the certificate and what it means in one sentence."""
+    if certificate.exact:
+        console.print(
+            "Every weight equals its initial value plus its events, up to rounding:"
+        )
+    else:
+        console.print("The events do not account for every weight; the reason is in the last column:")
+    console.print(f"\n{certificate}\n", soft_wrap=True)
+
+
+def command() -> str:
+    """Return what to type for `dualform` here: after `make demo` it is not on the path of the shell."""
+    if shutil.which("dualform"):
+        return "dualform"
+    python, here = Path(sys.executable), Path.cwd()
+    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m dualform"
 
 
 def check(steps: int, image: int, data: Dataset) -> None:
@@ -180,10 +204,12 @@ def check_disk(path: Path, model: nn.Module, steps: int, console: Console) -> No
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     per_step = 4 * BATCH * sum(module.in_features + module.out_features for module in linear)
     there = next(folder for folder in path.absolute().parents if folder.exists())
-    free = shutil.disk_usage(there).free
-    if free < steps * per_step:
+    # Beside keys and gradients there are the events' numbers, the journal and the examples' columns.
+    needed, free = round(1.05 * steps * per_step) + 10**8, shutil.disk_usage(there).free
+    fitting = max(0, int((free - 10**8) / (1.05 * per_step)))
+    if free < needed:
         raise BadCall(
-            f"The memory of {steps:,} steps may take {size(steps * per_step)}, but only {size(free)} "
-            f"are free in {there}. Choose another place (--out) or at most {free // per_step:,} --steps."
+            f"The memory of {steps:,} steps may take {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB "
+            f"are free in {there}. Choose another place (--out) or at most {fitting:,} --steps."
         )
-    console.print(f"The memory may take {size(steps * per_step)}; {size(free)} are free.")
+    console.print(f"The memory may take {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.")

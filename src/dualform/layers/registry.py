@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class LinearMap:
     bias: str | None
 
 
+@runtime_checkable
 class LayerType(Protocol):
     """How one type of module is a linear map, and how its keys come out of what flows through it."""
 
@@ -50,7 +51,10 @@ class LayerType(Protocol):
 _types: dict[str, LayerType] = {}
 
 
-def register(kind: type[LayerType]) -> type[LayerType]:
+K = TypeVar("K", bound=type)
+
+
+def register(kind: K) -> K:
     """Make a layer type known to the recorder; a class decorator."""
     instance = kind()
     _types[instance.name] = instance

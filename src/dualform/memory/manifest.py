@@ -9,7 +9,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dualform.errors import BadMemory, DamagedMemory, EmptyMemory, NewerFormat
 from dualform.memory.files import FileRecord, seal, unseal, write_atomically
@@ -149,7 +149,7 @@ def read_manifest(root: Path) -> Manifest:
             f"{root} has format {version}; this dualform reads formats up to {FORMAT}. Upgrade dualform to read it."
         )
     unseal(text, path)
-    manifest = _decode(Manifest, {k: v for k, v in json.loads(text).items() if k != "checksum"}, str(path))
+    manifest: Manifest = _decode(Manifest, {k: v for k, v in json.loads(text).items() if k != "checksum"}, str(path))
     files = [manifest.initial, *(s.file for s in manifest.segments), *([manifest.final] if manifest.final else [])]
     for record in files:
         if not _FILES.fullmatch(record.file):
@@ -157,10 +157,7 @@ def read_manifest(root: Path) -> Manifest:
     return manifest
 
 
-T = TypeVar("T")
-
-
-def _decode(kind: type[T], value: Any, where: str) -> T:
+def _decode(kind: Any, value: Any, where: str) -> Any:
     """JSON into frozen records, by their annotations; anything unexpected is damage."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
@@ -170,16 +167,16 @@ def _decode(kind: type[T], value: Any, where: str) -> T:
         unknown = [name for name in value if name not in hints]
         if not missing and not unknown:
             decoded = {name: _decode(hints[name], item, f"{where}: {name}") for name, item in value.items()}
-            return typing.cast(T, kind(**decoded))
+            return kind(**decoded)
         raise DamagedMemory(f"{where} is damaged: missing {missing}, unknown {unknown}.")
     if origin is tuple and isinstance(value, list):
-        return typing.cast(T, tuple(_decode(arguments[0], item, where) for item in value))
+        return tuple(_decode(arguments[0], item, where) for item in value)
     if origin in (typing.Union, types.UnionType):
         if value is None:
-            return typing.cast(T, None)
-        return typing.cast(T, _decode(next(a for a in arguments if a is not type(None)), value, where))
+            return None
+        return _decode(next(a for a in arguments if a is not type(None)), value, where)
     if isinstance(kind, type) and origin is None and type(value) is kind:
-        return typing.cast(T, value)
+        return value
     raise DamagedMemory(f"{where} is damaged: expected {kind}, found {type(value).__name__}.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -47,7 +47,7 @@ class KernelSum:
             raise BadQuery(f"a kernel must keep the shape of its scores {list(alphas.shape)}, not {list(weights.shape)}.")
         self._sum += weights.double() @ values
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: KernelSum) -> None:
         """Add the sums of later blocks."""
         self._sum += other._sum
         self._bias += other._bias
@@ -78,8 +78,9 @@ class SoftmaxSum(KernelSum):
         shrink = (self._largest - largest).exp()
         self._sum, self._normaliser, self._largest = self._sum * shrink, self._normaliser * shrink, largest
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: KernelSum) -> None:
         """Add the sums of later blocks, on a common maximum."""
+        assert isinstance(other, SoftmaxSum)
         largest = torch.maximum(self._largest, other._largest)
         self._rescale(largest)
         other._rescale(largest)

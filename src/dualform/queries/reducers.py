@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float32, Float64, Int64
@@ -17,12 +17,13 @@ ORDERS = ("largest", "smallest", "absolute")
 NOTHING = -1
 
 
+@runtime_checkable
 class Reducer(Protocol):
     """Any executor can map reducers over blocks and merge them in order."""
 
     def update(self, block: Block) -> None: ...
 
-    def merge(self, other: Self) -> None: ...
+    def merge(self, other: Any) -> None: ...
 
     def result(self) -> Any: ...
 
@@ -64,7 +65,7 @@ class Top:
         columns = [block.events, block.examples, block.steps, block.positions, block.uses]
         self._add(ranks, torch.stack(columns, dim=1).expand(len(ranks), -1, -1))
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: Top) -> None:
         """Take in the result of later blocks."""
         self.nan += other.nan
         self._add(other.scores, other.numbers)
@@ -105,7 +106,7 @@ class TopWithin:
             if code >= 0:
                 self._tops[code].update(block.select(codes == code))
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: TopWithin) -> None:
         """Take in the result of later blocks."""
         for mine, theirs in zip(self._tops, other._tops, strict=True):
             mine.merge(theirs)
@@ -131,7 +132,7 @@ class GroupSums:
         self.sums.index_add_(1, codes, terms.abs() if self._absolute else terms)
         self.counts.index_add_(0, codes, torch.ones_like(codes))
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: GroupSums) -> None:
         """Take in the sums of later blocks."""
         self.sums += other.sums
         self.counts += other.counts
@@ -162,7 +163,7 @@ class VectorSums:
             factors = self._scorer.alphas(part) * weight[chosen] + bias[chosen]
             self.sums[:, code] += factors @ part.gradients.double()
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: VectorSums) -> None:
         """Take in the sums of later blocks."""
         self.sums += other.sums
 
@@ -181,7 +182,7 @@ class AllScores:
     def update(self, block: Block) -> None:
         self._parts.append(self._scorer.ranks(block))
 
-    def merge(self, other: Self) -> None:
+    def merge(self, other: AllScores) -> None:
         """Append the scores of later blocks."""
         self._parts += other._parts
 

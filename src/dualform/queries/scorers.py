@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float32, Float64
@@ -14,10 +14,13 @@ from dualform.queries.score import products, scores, square_norms
 from dualform.queries.values import Coefficients
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Gives every event of a block a number for every query."""
 
-    queries: Float[Tensor, "queries dim_in"]
+    @property
+    def queries(self) -> Float[Tensor, "queries dim_in"]:
+        """The queries, a row each."""
 
     def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
         """The score of each event, for the order: the same bits whatever the split into blocks."""

@@ -23,10 +23,14 @@ from dualform.recording.targets import Pass, Target, Targets, Use
 
 @dataclass(frozen=True)
 class _Forward:
-    """One call of a module: its input by reference, and the ids that held at that moment."""
+    """One call of a module: its input by reference, and the ids that held at that moment.
+
+    `owner` is the parameter that brings the events into the memory: the weight, or the bias of a frozen weight.
+    """
 
     order: int
     use: Use
+    owner: Target
     stored: Tensor
     version: int
     batch: Batch | None
@@ -38,6 +42,7 @@ class _Arrived:
 
     order: int
     use: Use
+    owner: Target
     keys: Tensor
     gradients: Tensor
     examples: Tensor
@@ -100,7 +105,11 @@ class Capture:
             self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         for target in self._targets.parameters:
             settle = partial(self.guard, self._accumulated, target)
+            # A frozen parameter takes no such hook, but keeps one it got before.
+            frozen = not target.parameter.requires_grad
+            target.parameter.requires_grad_(True)
             self._handles.append(target.parameter.register_post_accumulate_grad_hook(settle))
+            target.parameter.requires_grad_(not frozen)
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -114,7 +123,8 @@ class Capture:
         if os.getpid() != self._pid or not isinstance(output, Tensor) or not output.requires_grad:
             return
         stored = args[0] if args else kwargs.get("input")
-        if not isinstance(stored, Tensor) or not use.weight.parameter.requires_grad:
+        trained = [target for target in (use.weight, use.bias) if target and target.parameter.requires_grad]
+        if not isinstance(stored, Tensor) or not trained:
             return
         batch = self._batch()
         if batch is not None:
@@ -124,9 +134,9 @@ class Capture:
         stored = stored.detach()
         if use.copy_at_forward:
             stored = stored.clone()
-        call = _Forward(self._order, use, stored, stored._version, batch)
+        call = _Forward(self._order, use, trained[0], stored, stored._version, batch)
         self._order += 1
-        output.register_hook(partial(self.guard, self._saw_gradient, call))
+        _product(output).register_hook(partial(self.guard, self._saw_gradient, call))
 
     def _saw_gradient(self, call: _Forward, gradient: Tensor) -> None:
         use = call.use
@@ -141,7 +151,7 @@ class Capture:
         keys = use.kind.keys(call.stored).to("cpu", gradient.dtype, copy=True).contiguous()
         gradients = use.kind.gradients(gradient.detach()).to("cpu", copy=True).contiguous()
         examples, positions = self._numbers(call, len(keys))
-        arrived = _Arrived(call.order, use, keys, gradients, examples, positions)
+        arrived = _Arrived(call.order, use, call.owner, keys, gradients, examples, positions)
         self._backward().arrived.append(arrived)
 
     def _numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
@@ -190,6 +200,18 @@ class Capture:
             self._open.clear()
 
 
+def _product(output: Tensor) -> Tensor:
+    """The tensor whose gradient is that of the product itself, whatever happens to the output in place.
+
+    With a bias and more than two dimensions a linear layer returns a view of its product; an operation in place
+    on a view (relu_) rewires the gradient past the view's own hooks, but not past those of its base.
+    """
+    base = output._base
+    if base is not None and base.grad_fn is not None and base.numel() == output.numel():
+        return base
+    return output
+
+
 def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
     """A pass of one parameter: the sketch of what its rows put into the gradient, and the rows as calls."""
     result = Pass(number, torch.zeros(()), 0.0)
@@ -202,10 +224,11 @@ def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
         if target.projection is not None:
             sketch = gradients.T @ (keys @ target.projection.to(keys.dtype))
             sizes = sizes * torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64).square()
-            call = Call(row.use.index, number, row.keys, row.gradients, row.examples, row.positions)
-            result.calls.append(call)
         else:
             sketch = gradients.sum(dim=0)
+        if row.owner is target:
+            call = Call(row.use.index, number, row.keys, row.gradients, row.examples, row.positions)
+            result.calls.append((row.use.weight, call))
         result.sketch = result.sketch + sketch.double()
         result.magnitude += float(sizes.sum())
     return result

@@ -130,8 +130,8 @@ class Stepping:
             scales = prepared.fit.scales if prepared else (0.0,) * len(target.passes)
             for one, scale in zip(target.passes, scales, strict=True):
                 row.passes.append(PassRow(one.backward, target.index, scale))
-                if target in self._number_of:
-                    row.calls.setdefault(self._number_of[target], []).extend(one.calls)
+                for weight, call in one.calls:
+                    row.calls.setdefault(self._number_of[weight], []).append(call)
             if prepared:
                 self._journal(row, target, prepared)
             target.passes = []

@@ -25,13 +25,14 @@ class Pass:
     """What one backward pass left in one parameter, as far as the events explain it.
 
     `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias; `magnitude` is Σ ‖g_t‖² ‖x_t‖², the scale of
-    the terms before they cancel.
+    the terms before they cancel. `calls` are the events that this parameter brings, with their weight: its own,
+    or for a bias those that went through a frozen weight.
     """
 
     backward: int
     sketch: Tensor
     magnitude: float
-    calls: list[Call] = field(default_factory=list)
+    calls: list[tuple[Target, Call]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -48,8 +49,10 @@ class Target:
 
     def sketch(self, matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """matrix @ R for a weight, in fp64 unless told otherwise; a bias is its own sketch."""
+        if self.projection is None:
+            return matrix.detach().to("cpu", dtype or torch.float64, copy=True)
         matrix = matrix.detach().to("cpu", dtype or torch.float64)
-        return matrix if self.projection is None else matrix @ self.projection.to(matrix.dtype)
+        return matrix @ self.projection.to(matrix.dtype)
 
     @property
     def equations(self) -> int:

@@ -59,7 +59,7 @@ def _draw_test_image(figure: Figure, exhibit: Exhibit) -> None:
     axes = _place(figure, 0.15, middle - size / 2, size, size)
     _draw_pixels(axes, exhibit.image)
     axes.set_title(exhibit.title, fontsize=9, color=INK)
-    answer = f"label {exhibit.label}\nanswer {exhibit.answer} ({100 * exhibit.probability:.0f} %)"
+    answer = f"label {exhibit.label}\nanswer {exhibit.answer} ({exhibit.certainty})"
     axes.set_xlabel(answer, fontsize=9, color=INK, labelpad=5)
 
 

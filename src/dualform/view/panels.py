@@ -39,7 +39,12 @@ class Exhibit:
     panels: tuple[Panel, ...]
 
     @property
+    def certainty(self) -> str:
+        """The model's probability of its answer, never rounded up to 1."""
+        return f"{self.probability:.2f}" if self.probability < 0.995 else "over 0.99"
+
+    @property
     def verdict(self) -> str:
         """Say in one sentence what the model answers and whether that is right."""
         right = "right" if self.answer == self.label else f"wrong: it is {self.label}"
-        return f"The model answers {self.answer} with probability {self.probability:.2f}, which is {right}."
+        return f"The model answers {self.answer} with probability {self.certainty}, which is {right}."
