@@ -88,19 +88,15 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
     assert call(verb, "--help") == 0
     text = capsys.readouterr().out
     assert f"usage: dualform {verb}" in text
-    assert "None" not in text.split("╭")[0]
+    assert "None" not in text
 
 
 def test_python_m_dualform_is_the_same_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dualform", "--help"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "dualform", "--help"], capture_output=True, text=True, check=True)
     assert all(verb.__name__ in done.stdout for verb in VERBS)
 
 
-@pytest.mark.parametrize(
-    ("module", "extra"), [("tyro", "cli"), ("rich", "cli"), ("matplotlib.figure", "plot")]
-)
+@pytest.mark.parametrize(("module", "extra"), [("tyro", "cli"), ("rich", "cli"), ("matplotlib.figure", "plot")])
 def test_a_missing_extra_gives_the_command_to_type(module: str, extra: str) -> None:
     code = f"import sys; sys.modules[{module!r}] = None; from dualform.cli import main; main(['demo'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -6,9 +6,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from loops import Run, Trained, runs, train
 
 import dualform
+from loops import Run, Trained, runs, train
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-4}
 

@@ -5,4 +5,4 @@ from dualform.api import Memory
 from dualform.api import open_memory as open
 from dualform.recording import Recorder, record
 
-__all__ = ["errors", "Memory", "open", "record", "Recorder"]
+__all__ = ["Memory", "Recorder", "errors", "open", "record"]

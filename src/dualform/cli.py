@@ -14,19 +14,26 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from error
 
 import dualform
-from dualform.errors import DualformError
+from dualform.errors import DamagedMemory, DualformError
 
-DATA = "unset: mnist, or digits where mnist cannot be had"
 arg = tyro.conf.arg
 Run = Annotated[Path, tyro.conf.Positional, arg(metavar="RUN", help="the memory's directory")]
 
 
+def unset(metavar: str, help: str, meaning: str) -> object:
+    """Describe an option that is None unless given, by what that means."""
+    return arg(metavar=metavar, help=help, help_behavior_hint=f"(default: {meaning})")
+
+
 def demo(
     out: Annotated[Path, arg(metavar="DIR", help="where the memory goes")] = Path("runs/demo"),
-    recipe: Annotated[Literal["mnist", "digits"] | None, arg(metavar="{mnist,digits}", help=DATA)] = None,
-    steps: Annotated[int | None, arg(metavar="N", help="unset: 3,000 for mnist, 600 for digits")] = None,
-    seed: Annotated[int, arg(metavar="N", help="of the initial weights and of the batches")] = 0,
-    image: Annotated[int | None, arg(metavar="N", help="the test image; unset: the paper's, 5938")] = None,
+    recipe: Annotated[
+        Literal["mnist", "digits"] | None,
+        unset("{mnist,digits}", "what is trained", "mnist, or digits where mnist cannot be had"),
+    ] = None,
+    steps: Annotated[int | None, unset("N", "training steps", "3000 for mnist, 600 for digits")] = None,
+    seed: Annotated[int, arg(metavar="N", help="of the initial weights and the batches")] = 0,
+    image: Annotated[int | None, unset("N", "the test image shown", "for mnist 5938, the paper's")] = None,
 ) -> None:
     """Train the paper's network with a memory and show what one test image draws on."""
     from dualform.experiments.demo import demo
@@ -36,7 +43,7 @@ def demo(
 
 def info(
     run: Run,
-    certificate: Annotated[bool, arg(help="also measure it, which reads the whole memory")] = False,
+    certificate: Annotated[bool, arg(help="measure the certificate too: reads the whole memory")] = False,
 ) -> None:
     """Print what a memory holds."""
     memory = dualform.open(run)
@@ -48,7 +55,11 @@ def info(
 
 def verify(run: Run) -> int:
     """Read a memory whole and compare every checksum."""
-    result = dualform.open(run).verify(progress=True)
+    try:
+        result = dualform.open(run).verify(progress=True)
+    except DamagedMemory as damage:
+        print(f"{run} is too damaged to be opened: {damage}")
+        return 1
     checked = f"{result.files:,} files, {result.bytes:,} bytes"
     if result.ok:
         print(f"{run} is whole: {checked}, every checksum matches.")

@@ -1,20 +1,20 @@
 """Every exception dualform raises.
 
-    DualformError
-    ├── BadCall (also a ValueError)      an argument is not what the call takes
-    │   ├── BadIds                       example ids that fit no layer or no table
-    │   └── BadQuery                     queries of the wrong width, an unknown layer or column
-    ├── BadMemory                        a directory that cannot be used as a memory
-    │   ├── EmptyMemory                  nothing was ever committed, or no step was recorded
-    │   ├── MemoryExists                 recording into a directory that holds something already
-    │   ├── DamagedMemory                a file is truncated, edited or missing
-    │   └── NewerFormat                  written by a later version of dualform
-    ├── ModelMismatch                    the model is not the one the memory was recorded from
-    ├── NotKept                          the keep level does not hold what the question needs
-    ├── NotExact                         the optimiser has no exact values per event
-    ├── RecordingFailed                  the recorder stopped (raised only with on_error="raise")
-    ├── DataMissing                      a data set was found nowhere, or not as published
-    └── MissingExtra (also an ImportError)   an optional dependency is not installed
+DualformError
+├── BadCall (also a ValueError)      an argument is not what the call takes
+│   ├── BadIds                       example ids that fit no layer or no table
+│   └── BadQuery                     queries of the wrong width, an unknown layer or column
+├── BadMemory                        a directory that cannot be used as a memory
+│   ├── EmptyMemory                  nothing was ever committed, or no step was recorded
+│   ├── MemoryExists                 recording into a directory that holds something already
+│   ├── DamagedMemory                a file is truncated, edited or missing
+│   └── NewerFormat                  written by a later version of dualform
+├── ModelMismatch                    the model is not the one the memory was recorded from
+├── NotKept                          the keep level does not hold what the question needs
+├── NotExact                         the optimiser has no exact values per event
+├── RecordingFailed                  the recorder stopped (raised only with on_error="raise")
+├── DataMissing                      a data set was found nowhere, or not as published
+└── MissingExtra (also an ImportError)   an optional dependency is not installed
 """
 
 

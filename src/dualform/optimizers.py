@@ -101,9 +101,7 @@ def is_linear(optimizer: torch.optim.Optimizer) -> bool:
     return _reader(optimizer) is not None
 
 
-def read_settings(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
-) -> Settings:
+def read_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Settings:
     """The settings of the step about to be made on a parameter whose gradient is not None.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -113,8 +111,8 @@ def read_settings(
     (0.1, 0.9, True)
     """
     reader = _reader(optimizer)
-    # `optimizer.state` is a defaultdict: looking up a missing parameter would leave an entry behind.
-    state = optimizer.state[parameter] if parameter in optimizer.state else {}
+    # `optimizer.state` is a defaultdict: indexing a missing parameter would leave an entry behind.
+    state = optimizer.state.get(parameter, {})
     if reader is not None:
         return reader(group, state)
     decay = float(group.get("weight_decay") or 0.0)
@@ -168,9 +166,7 @@ def transitions(
     return matrices, inputs
 
 
-def coefficients(
-    settings: Float64[np.ndarray, "steps columns"], flags: UInt8[np.ndarray, " steps"]
-) -> Coefficients:
+def coefficients(settings: Float64[np.ndarray, "steps columns"], flags: UInt8[np.ndarray, " steps"]) -> Coefficients:
     """The backward sweep: u = [1, 0]; for s = T…1: c_s = u·b_s, then u ← u M_s.
 
     >>> plain = np.array([[0.1, 0, 0, 0, 0]] * 2)

@@ -1,20 +1,16 @@
 """The demonstration, run whole on the small digits, and what it says when something is amiss."""
 
 import io
-import shutil
-import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
 import dualform
 from dualform.errors import BadCall, DataMissing
 from dualform.experiments import demo as module
-from dualform.experiments.demo import batches, check_disk, demo, free_path
+from dualform.experiments.demo import batches, demo
 from dualform.experiments.recipes import recipe
 
 
@@ -42,15 +38,6 @@ def test_the_whole_demo_on_digits(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert f"dualform info {path}\n" in text
     assert f"dualform verify {path}\n" in text
-
-
-def test_the_command_to_type_next_works_in_this_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/dualform")
-    assert module.command() == "dualform"
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    monkeypatch.chdir(tmp_path)
-    assert module.command() == ".venv/bin/python -m dualform"
 
 
 def test_what_is_shown_is_what_a_plain_computation_gives(tmp_path: Path) -> None:
@@ -83,16 +70,6 @@ def test_batches_go_through_every_epoch_without_replacement() -> None:
     assert torch.equal(torch.cat(ids), torch.cat(list(batches(300, 5, seed=1))))
 
 
-def test_an_earlier_memory_is_never_touched(tmp_path: Path) -> None:
-    console = quiet()
-    assert free_path(tmp_path / "demo", console) == tmp_path / "demo"
-    assert said(console) == ""
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo-2").mkdir()
-    assert free_path(tmp_path / "demo", console) == tmp_path / "demo-3"
-    assert "exists already, so this memory goes into" in said(console)
-
-
 def test_without_mnist_the_demo_goes_on_with_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DUALFORM_DATA", raising=False)
     console = quiet()
@@ -108,26 +85,8 @@ def test_mnist_asked_for_by_name_is_not_replaced(monkeypatch: pytest.MonkeyPatch
         module.load("mnist", quiet())
 
 
-def test_a_disk_without_room_is_noticed_before_training(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**8))
-    # 4 bytes × 128 rows × (100 + 50) numbers are 76,800 bytes a step.
-    model = nn.Linear(100, 50)
-    check_disk(tmp_path / "a" / "b", model, 1302, quiet())
-    with pytest.raises(
-        BadCall, match=r"may take 0\.1 GB, but only 0\.1 GB are free in .*at most 1,302 --steps"
-    ):
-        check_disk(tmp_path / "a" / "b", model, 1303, quiet())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"), [({"steps": 0}, "at least 1, not 0"), ({"image": 360}, "from 0 to 359")]
-)
-def test_wrong_numbers_are_refused_before_training(
-    wrong: dict[str, int], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("wrong", "message"), [({"steps": 0}, "at least 1, not 0"), ({"image": 360}, "from 0 to 359")])
+def test_wrong_numbers_are_refused_before_training(wrong: dict[str, int], message: str, tmp_path: Path) -> None:
     with pytest.raises(BadCall, match=message):
         demo(tmp_path / "run", name="digits", console=quiet(), **wrong)
     assert not (tmp_path / "run").exists()

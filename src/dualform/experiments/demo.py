@@ -4,8 +4,6 @@ Read from the top it is also an example of the library: `train` records, `ask` a
 """
 
 import math
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from dualform.dual import Certificate
 from dualform.errors import BadCall, DataMissing
 from dualform.experiments.datasets import Dataset, Split
 from dualform.experiments.recipes import Recipe, recipe
+from dualform.experiments.runs import check_room, command, free_path
 from dualform.queries import Attention
 from dualform.view.figures import save, spotlight_figure
 from dualform.view.panels import Exhibit, Match, Panel
@@ -52,7 +51,7 @@ def demo(
 
     torch.manual_seed(seed)
     model = chosen.model()
-    check_disk(path, model, steps, console)
+    check_room(path, model, steps * BATCH, console)
     console.print(f"Training the paper's network on {len(data.train):,} images for {steps:,} steps.")
     try:
         train(model, chosen, data, path, steps, seed)
@@ -71,9 +70,7 @@ def demo(
     show(exhibit, console)
     figure = save(spotlight_figure(exhibit), path.with_name(path.name + ".png"))
 
-    console.print(
-        f"The memory is in {path} ({memory.bytes / 1e9:.1f} GB), the figure in {figure}.", soft_wrap=True
-    )
+    console.print(f"The memory is in {path} ({memory.bytes / 1e9:.1f} GB), the figure in {figure}.", soft_wrap=True)
     console.print(f"Next:  {command()} info {path}\n       {command()} verify {path}", soft_wrap=True)
     return path
 
@@ -99,10 +96,8 @@ def train(model: nn.Module, chosen: Recipe, data: Dataset, path: Path, steps: in
     inputs, labels = chosen.preprocess(data.train.images), data.train.labels
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
     columns = {"label": labels, "image": data.train.images}
-    with dualform.record(
-        model, optimizer, path, examples=columns, keep="all", recipe=chosen.name
-    ) as recorder:
-        for ids in tqdm(batches(len(labels), steps, seed), "Training", steps, disable=None):
+    with dualform.record(model, optimizer, path, examples=columns, keep="all", recipe=chosen.name) as recorder:
+        for ids in tqdm(batches(len(labels), steps, seed), "Training", steps, unit="step", disable=None):
             with recorder.batch(ids):
                 loss = F.cross_entropy(model(inputs[ids]), labels[ids])
                 loss.backward()
@@ -165,20 +160,10 @@ def panel(layer: str, attention: Attention, chosen: Recipe, train: Split, epochs
 def tell_certificate(certificate: Certificate, console: Console) -> None:
     """Print the certificate and what it means in one sentence."""
     if certificate.exact:
-        console.print(
-            "Every weight equals its initial value plus its events, up to rounding:"
-        )
+        console.print("Every weight equals its initial value plus its events, up to rounding:")
     else:
         console.print("The events do not account for every weight; the reason is in the last column:")
     console.print(f"\n{certificate}\n", soft_wrap=True)
-
-
-def command() -> str:
-    """Return what to type for `dualform` here: after `make demo` it is not on the path of the shell."""
-    if shutil.which("dualform"):
-        return "dualform"
-    python, here = Path(sys.executable), Path.cwd()
-    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m dualform"
 
 
 def check(steps: int, image: int, data: Dataset) -> None:
@@ -187,29 +172,3 @@ def check(steps: int, image: int, data: Dataset) -> None:
         raise BadCall(f"steps must be at least 1, not {steps}.")
     if not 0 <= image < len(data.test):
         raise BadCall(f"There is no test image {image}; they are numbered from 0 to {len(data.test) - 1:,}.")
-
-
-def free_path(out: Path, console: Console) -> Path:
-    """Return `out`, or the next free name after it, so that no earlier memory is touched."""
-    path, number = out, 2
-    while path.exists():
-        path, number = out.with_name(f"{out.name}-{number}"), number + 1
-    if path != out:
-        console.print(f"{out} exists already, so this memory goes into {path}.", soft_wrap=True)
-    return path
-
-
-def check_disk(path: Path, model: nn.Module, steps: int, console: Console) -> None:
-    """Say how much room the memory may take, and raise BadCall where the disk has less."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    per_step = 4 * BATCH * sum(module.in_features + module.out_features for module in linear)
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    # Beside keys and gradients there are the events' numbers, the journal and the examples' columns.
-    needed, free = round(1.05 * steps * per_step) + 10**8, shutil.disk_usage(there).free
-    fitting = max(0, int((free - 10**8) / (1.05 * per_step)))
-    if free < needed:
-        raise BadCall(
-            f"The memory of {steps:,} steps may take {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB "
-            f"are free in {there}. Choose another place (--out) or at most {fitting:,} --steps."
-        )
-    console.print(f"The memory may take {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free.")

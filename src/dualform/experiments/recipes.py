@@ -54,9 +54,7 @@ class Recipe:
     steps: int
     showcase: int
 
-    def preprocess(
-        self, images: UInt8[Tensor, "images height width"]
-    ) -> Float32[Tensor, "images height width"]:
+    def preprocess(self, images: UInt8[Tensor, "images height width"]) -> Float32[Tensor, "images height width"]:
         """Return the model's inputs, (pixel − mean) / std."""
         return (images.float() - self.mean) / self.std
 

@@ -154,8 +154,7 @@ def from_registry(collection: Collection) -> Found:
     except UNREADABLE as error:
         raise NotHere(f"{place}: {error}") from error
     files = {
-        file.name: gzip.compress(file.header + arrays[file.name].tobytes(), 6, mtime=0)
-        for file in collection.files
+        file.name: gzip.compress(file.header + arrays[file.name].tobytes(), 6, mtime=0) for file in collection.files
     }
     return Found(arrays, f"{collection.title} from {place}{_keep(collection, files)}.")
 
@@ -220,14 +219,10 @@ def _read_folder(collection: Collection, folder: Path, place: str) -> dict[str, 
     if missing:
         raise NotHere(f"{place}: no {', '.join(missing)}")
     try:
-        return {
-            file.name: decode(file, (folder / file.name).read_bytes(), str(folder))
-            for file in collection.files
-        }
+        return {file.name: decode(file, (folder / file.name).read_bytes(), str(folder)) for file in collection.files}
     except DataMissing as error:
         raise DataMissing(
-            f"{error} What to do: delete that file, so that the next place is asked, "
-            "or put the published one there."
+            f"{error} What to do: delete that file, so that the next place is asked, or put the published one there."
         ) from error
 
 
@@ -243,9 +238,7 @@ def _checked(file: IdxFile, values: Array, where: str) -> Array:
 
 
 def _wrong(where: str, file: IdxFile, expected: str, found: str) -> DataMissing:
-    return DataMissing(
-        f"{file.name} in {where} is not as published: expected sha256 {expected}, found {found}."
-    )
+    return DataMissing(f"{file.name} in {where} is not as published: expected sha256 {expected}, found {found}.")
 
 
 def _keep(collection: Collection, files: dict[str, bytes]) -> str:

@@ -41,7 +41,7 @@ class FileRecord:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a tensor on the CPU, without a copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def tensor_hash(tensor: Tensor) -> int:

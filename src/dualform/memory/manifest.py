@@ -150,7 +150,11 @@ def read_manifest(root: Path) -> Manifest:
         )
     unseal(text, path)
     manifest: Manifest = _decode(Manifest, {k: v for k, v in json.loads(text).items() if k != "checksum"}, str(path))
-    files = [manifest.initial, *(s.file for s in manifest.segments), *([manifest.final] if manifest.final else [])]
+    files = [
+        manifest.initial,
+        *(s.file for s in manifest.segments),
+        *([manifest.final] if manifest.final else []),
+    ]
     for record in files:
         if not _FILES.fullmatch(record.file):
             raise DamagedMemory(f"{path} names a file {record.file!r} that no memory has: not opened.")
@@ -161,7 +165,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     """JSON into frozen records, by their annotations; anything unexpected is damage."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         missing = [f.name for f in dataclasses.fields(kind) if f.name not in value and _required(f)]
         unknown = [name for name in value if name not in hints]

@@ -54,9 +54,7 @@ def sketch_tensors(sketches: Mapping[int, Tensor], hashes: Sequence[int]) -> dic
     return {**tensors, "hashes": [torch.tensor(list(hashes), dtype=torch.int64)]}
 
 
-def read_blocks(
-    file: TensorFile, record: SegmentRecord, weight: int, until: int, rows: int
-) -> Iterator[Block]:
+def read_blocks(file: TensorFile, record: SegmentRecord, weight: int, until: int, rows: int) -> Iterator[Block]:
     """The events of one weight in one segment up to step `until`, at most `rows` at a time."""
     if record.events[weight] == 0:
         return

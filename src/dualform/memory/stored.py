@@ -191,4 +191,3 @@ class StoredMemory:
                 problems.append(str(error))
         sizes = [(self.path / "examples" / f"{name}.safetensors").stat().st_size for name in names]
         return Verification(not problems, tuple(problems), len(records) + len(names), self.bytes + sum(sizes))
-

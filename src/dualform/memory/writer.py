@@ -99,7 +99,11 @@ class Writer:
         self._last_commit = time.monotonic()
 
     def _write_segment(
-        self, manifest: Manifest, sketches: Mapping[int, Tensor], hashes: Sequence[int], others: Mapping[str, Tensor]
+        self,
+        manifest: Manifest,
+        sketches: Mapping[int, Tensor],
+        hashes: Sequence[int],
+        others: Mapping[str, Tensor],
     ) -> Manifest:
         first_step = manifest.steps + 1
         weights = len(manifest.weights)
@@ -112,12 +116,9 @@ class Writer:
         record = write_tensors(self.path, name, tensors)
         calls = [call for row in self._rows for group in row.calls.values() for call in group if len(call.keys)]
         events = tuple(
-            sum(len(call.keys) for row in self._rows for call in row.calls.get(weight, []))
-            for weight in range(weights)
+            sum(len(call.keys) for row in self._rows for call in row.calls.get(weight, [])) for weight in range(weights)
         )
-        segment = SegmentRecord(
-            record, first_step, first_step + len(self._rows) - 1, tuple(self._events), events
-        )
+        segment = SegmentRecord(record, first_step, first_step + len(self._rows) - 1, tuple(self._events), events)
         self._events = [before + new for before, new in zip(self._events, events, strict=True)]
         return dataclasses.replace(
             manifest,

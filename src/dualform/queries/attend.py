@@ -64,8 +64,8 @@ def check_model(memory: StoredMemory, model: nn.Module) -> None:
         if not distance <= allowed and not (bool(kept.isnan().any()) and bool(sketch.isnan().any())):
             raise ModelMismatch(
                 f"the model is not the memory's: {record.name} differs from its last recorded step {memory.steps} by "
-                f"{distance / max(float(kept.norm()), 1e-300):.2g} of its size. Pass the model as it was when recording "
-                "ended, attend(…, until=s) for another step, or check=False to use its queries all the same."
+                f"{distance / max(float(kept.norm()), 1e-300):.2g} of its size. Pass the model as it was at the end of "
+                "recording, attend(…, until=s) for another step, or check=False to use its queries all the same."
             )
 
 
@@ -81,6 +81,7 @@ def attend(memory: StoredMemory, model: nn.Module, inputs: Any, until: int, batc
     modes = [(module, module.training) for module in model.modules()]
     try:
         for name, (_, _, use) in uses.items():
+
             def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 gathered[name][-1].append((args[0] if args else kwargs["input"]).detach().clone())
 
@@ -134,7 +135,10 @@ def _batches(inputs: Any, batch_size: int | None) -> Iterator[tuple[tuple[Any, .
         return value[start : start + batch_size] if isinstance(value, Tensor) and value.ndim > 0 else value
 
     for start in range(0, max(sizes.pop(), 1), batch_size):
-        yield tuple(part(a, start) for a in args), {name: part(value, start) for name, value in kwargs.items()}
+        yield (
+            tuple(part(a, start) for a in args),
+            {name: part(value, start) for name, value in kwargs.items()},
+        )
 
 
 def _focus(

@@ -44,7 +44,9 @@ class KernelSum:
     def _add(self, alphas: Float64[Tensor, "queries events"], values: Float64[Tensor, "events dim_out"]) -> None:
         weights = alphas if self._kernel is None else self._kernel(alphas)
         if weights.shape != alphas.shape:
-            raise BadQuery(f"a kernel must keep the shape of its scores {list(alphas.shape)}, not {list(weights.shape)}.")
+            raise BadQuery(
+                f"a kernel must keep the shape of its scores {list(alphas.shape)}, not {list(weights.shape)}."
+            )
         self._sum += weights.double() @ values
 
     def merge(self, other: KernelSum) -> None:
@@ -92,9 +94,7 @@ class SoftmaxSum(KernelSum):
         return self._sum / self._normaliser.clamp_min(1e-300) + self._bias
 
 
-def output_reducer(
-    kernel: Kernel | None, queries: Tensor, coefficients: Coefficients, dim_out: int
-) -> KernelSum:
+def output_reducer(kernel: Kernel | None, queries: Tensor, coefficients: Coefficients, dim_out: int) -> KernelSum:
     """The reducer for a kernel: None for the dual form itself, "softmax", or a function of blocks of scores."""
     if kernel == "softmax":
         return SoftmaxSum(queries, coefficients, dim_out)

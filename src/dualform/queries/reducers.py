@@ -56,7 +56,9 @@ class Top:
         self._scorer, self._k, self._order = scorer, k, order
         queries = len(scorer.queries)
         self.scores: Float32[Tensor, "queries kept"] = torch.empty(queries, 0)
-        self.numbers: Int64[Tensor, "queries kept fields"] = torch.empty(queries, 0, len(self.FIELDS), dtype=torch.int64)
+        self.numbers: Int64[Tensor, "queries kept fields"] = torch.empty(
+            queries, 0, len(self.FIELDS), dtype=torch.int64
+        )
         self.nan = torch.zeros(queries, dtype=torch.int64)
 
     def update(self, block: Block) -> None:

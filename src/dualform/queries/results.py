@@ -50,7 +50,9 @@ class _Answer:
         header, rows = self._rows()
         shown = [[_short(cell) for cell in row] for row in rows[:20]]
         widths = [max(len(row[at]) for row in [header, *shown]) for at in range(len(header))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *shown]]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *shown]
+        ]
         if len(rows) > 20:
             lines.append(f"… {len(rows) - 20:,} more rows")
         return "\n".join(lines)
@@ -90,7 +92,11 @@ class TopEvents(_Answer):
         for at in range(self.scores.numel()):
             if columns[1][at] < 0:
                 continue
-            head = [at // (k * len(groups)), *([] if self.groups is None else [groups[at // k % len(groups)]]), at % k + 1]
+            head = [
+                at // (k * len(groups)),
+                *([] if self.groups is None else [groups[at // k % len(groups)]]),
+                at % k + 1,
+            ]
             rows.append([*head, *(column[at] for column in columns)])
         return ["query", *([] if self.groups is None else ["group"]), "rank", *names], rows
 

@@ -49,8 +49,8 @@ def scores(
 
 def square_norms(rows: Float[Tensor, "events dim"]) -> Float32[Tensor, " events"]:
     """‖x‖² of every row: its score with itself."""
-    near = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-    error = (2 * rows.shape[1] + 8) * _UNIT * near
+    near: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+    error = (2 * rows.shape[1] + 8) * _UNIT * near + _TINY
     result = near.float()
     unsure = ((near - error).float() != (near + error).float()) & near.isfinite()
     at = unsure.nonzero()[:, 0]

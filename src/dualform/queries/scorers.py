@@ -83,7 +83,7 @@ class NormScorer:
         return (scores(block.keys, self.queries).double().abs() * sizes).float()
 
     def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
-        sizes = torch.linalg.vector_norm(_gradients(block), dim=1, dtype=torch.float64)
+        sizes: Tensor = torch.linalg.vector_norm(_gradients(block), dim=1, dtype=torch.float64)
         sizes = sizes * self.coefficients.of_events(block)[0].abs()
         return products(block.keys, self.queries).abs() * sizes
 

@@ -49,14 +49,14 @@ def _matches(values: Tensor, wanted: Any, column: str) -> Bool[Tensor, "..."]:
             holds &= values < wanted.stop
         return holds
     try:
-        wanted = torch.as_tensor(wanted)
+        values_wanted: Tensor = torch.as_tensor(wanted)
     except (TypeError, ValueError, RuntimeError):
         raise BadQuery(
             f"column {column!r} holds numbers ({values.dtype}); where({column}={wanted!r}) does not fit."
         ) from None
-    if wanted.ndim == 0:
-        return values == wanted
-    return torch.isin(values, wanted.to(torch.promote_types(values.dtype, wanted.dtype)))
+    if values_wanted.ndim == 0:
+        return values == values_wanted
+    return torch.isin(values, values_wanted.to(torch.promote_types(values.dtype, values_wanted.dtype)))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,11 @@ class Grouping:
         tables: list[Tensor | None] = []
         for name in names:
             if name in _OF_BLOCK:
-                sizes = {"step": memory.steps + 1, "example": memory.manifest.examples, "position": memory.manifest.positions}
+                sizes = {
+                    "step": memory.steps + 1,
+                    "example": memory.manifest.examples,
+                    "position": memory.manifest.positions,
+                }
                 values.append(list(range(sizes[name])))
                 tables.append(None)
             else:

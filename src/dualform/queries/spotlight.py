@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float, Float32, Float64
@@ -15,7 +15,17 @@ from dualform.blocks import Block
 from dualform.errors import BadQuery
 from dualform.memory import StoredMemory
 from dualform.queries.kernels import Kernel, output_reducer
-from dualform.queries.reducers import AllScores, GroupSums, Reducer, Top, TopWithin, VectorSums, check_count, check_order, rank_keys
+from dualform.queries.reducers import (
+    AllScores,
+    GroupSums,
+    Reducer,
+    Top,
+    TopWithin,
+    VectorSums,
+    check_count,
+    check_order,
+    rank_keys,
+)
 from dualform.queries.results import Explanation, TopEvents, TopGroups, Totals
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
 from dualform.queries.selection import Grouping, Selection
@@ -71,6 +81,16 @@ class _Questions:
     def query_shape(self) -> tuple[int, ...]:
         """The leading dimensions of the layer's input that became queries."""
         return self._focus.query_shape
+
+    @overload
+    def top(
+        self, k: int, *, by: None = None, within: Columns | None = None, order: str = "largest", absolute: bool = False
+    ) -> TopEvents: ...
+
+    @overload
+    def top(
+        self, k: int, *, by: Columns, within: None = None, order: str = "largest", absolute: bool = False
+    ) -> TopGroups: ...
 
     def top(
         self,
@@ -245,7 +265,7 @@ class Contributions(_Questions):
         return Contributions(self._focus.narrowed(columns), self._scorer)
 
     def totals(self, *, by: Columns, absolute: bool = False) -> Totals:
-        """Σ over the events of every group; whole vectors [queries, groups, dim_out] if no unit or direction is given."""
+        """Σ over the events of every group: [queries, groups], or whole vectors without a unit or direction."""
         if not isinstance(self._scorer, NormScorer):
             return super().totals(by=by, absolute=absolute)
         if absolute:

@@ -173,8 +173,11 @@ class Capture:
         if task not in self._open:
             self._open[task] = _Backward()
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._open.pop(task, None))
+            engine.queue_callback(partial(self._ended, task))
         return self._open[task]
+
+    def _ended(self, task: int) -> None:
+        self._open.pop(task, None)
 
     def _accumulated(self, target: Target, _: Tensor) -> None:
         if os.getpid() == self._pid:
@@ -220,10 +223,10 @@ def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
         if keys.dtype in (torch.float16, torch.bfloat16):
             target.half = True
             keys, gradients = keys.float(), gradients.float()
-        sizes = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()
+        sizes = torch.linalg.vector_norm(gradients, dim=1).double().square()
         if target.projection is not None:
             sketch = gradients.T @ (keys @ target.projection.to(keys.dtype))
-            sizes = sizes * torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64).square()
+            sizes = sizes * torch.linalg.vector_norm(keys, dim=1).double().square()
         else:
             sketch = gradients.sum(dim=0)
         if row.owner is target:

@@ -130,15 +130,13 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     return plain
 
 
-def _stories(
-    seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Tensor | None
-) -> Iterator[Fit]:
+def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Tensor | None) -> Iterator[Fit]:
     count = seen.columns.shape[1]
     if known is not None:
         yield seen.judge(known, known_l2 if extra is not None else 0.0, extra)
     if count == 0:
-        solution = _solve(seen, [], extra) if extra is not None else []
-        yield seen.judge([], *([solution[0], extra] if solution else []))
+        alone = None if extra is None else _solve(seen, [], extra)
+        yield seen.judge([], alone[0] if alone else 0.0, extra)
     for dropped in range(count):
         solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], extra)
         if solution is not None:

@@ -203,7 +203,9 @@ class Recorder:
 
     def _estimate(self, row: StepRow) -> None:
         calls = [call for group in row.calls.values() for call in group]
-        size = sum(c.keys.nbytes + c.examples.nbytes + (c.gradients.nbytes if self._keep == "all" else 0) for c in calls)
+        size = sum(
+            c.keys.nbytes + c.examples.nbytes + (c.gradients.nbytes if self._keep == "all" else 0) for c in calls
+        )
         free = shutil.disk_usage(self.path).free
         logger.info(
             "recording to %s: the first step took %.2f MB; 1,000 like it take %.2f GB; %.1f GB are free",
@@ -227,9 +229,7 @@ class Recorder:
     def _finish(self) -> None:
         assert self._writer is not None
         self._commit()
-        self._writer.close(
-            {f"parameter/{target.name}": target.parameter for target in self._targets.parameters}
-        )
+        self._writer.close({f"parameter/{target.name}": target.parameter for target in self._targets.parameters})
 
     def _initial(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

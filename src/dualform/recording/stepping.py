@@ -165,7 +165,7 @@ class Stepping:
         for target in self._targets.parameters:
             self._check(target, self.steps)
         for use in self._targets.uses:
-            if use.weight.parameter not in use.module._parameters.values():
+            if all(use.weight.parameter is not one for one in use.module._parameters.values()):
                 reason = f"the parameter of {use.map} was replaced by another one; recording follows the old one"
                 self._find(use.weight, "replaced", reason, self.steps, self.steps)
 

@@ -94,8 +94,8 @@ def _draw_legend(figure: Figure, exhibit: Exhibit) -> None:
         meanings = {"label and answer": ANSWER}
     handles = [Patch(color=colour, label=name) for name, colour in meanings.items()]
     x, y = (CHARTS + CHART_WIDTH / 2) / WIDTH, 0.12 / figure.get_figheight()
-    place = {"loc": "lower center", "bbox_to_anchor": (x, y), "ncols": 2}
-    figure.legend(handles=handles, fontsize=8, frameon=False, labelcolor=INK, **place)
+    style: dict[str, Any] = {"ncols": 2, "fontsize": 8, "frameon": False, "labelcolor": INK}
+    figure.legend(handles=handles, loc="lower center", bbox_to_anchor=(x, y), **style)
 
 
 def _draw_pixels(axes: Axes, image: UInt8[Tensor, "height width"]) -> None:

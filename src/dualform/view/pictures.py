@@ -30,7 +30,8 @@ def terminal() -> Console:
 
 def can_show_blocks(console: Console) -> bool:
     """Say whether this console has both the colours and the characters that half blocks need."""
-    return console.color_system is not None and not console.options.ascii_only
+    # Sixteen colours have only four greys, fewer than the ramp of characters.
+    return console.color_system in ("256", "truecolor") and not console.options.ascii_only
 
 
 def picture(image: UInt8[Tensor, "height width"], *, columns: int = 28, blocks: bool = True) -> Text:
