@@ -100,6 +100,8 @@ class Memory(StoredMemory):
             lines.append(f"  {record.name.ljust(width)}  {shape:>12}  {manifest.events(at):>12,} events")
         lines.append(f"  columns: {', '.join(self.columns) or 'none'}")
         lines.append(f"  certificate: {self._at_a_glance()}")
+        if manifest.nonfinite:
+            lines.append(f"  {manifest.nonfinite:,} events hold NaN or infinity")
         lines += [f"  {note}" for note in manifest.told]
         return "\n".join(lines)
 

@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 import dualform
 from dualform.errors import DamagedMemory, DualformError
+from dualform.memory import verify as check_files
 
 arg = tyro.conf.arg
 Run = Annotated[Path, tyro.conf.Positional, arg(metavar="RUN", help="the memory's directory")]
@@ -56,9 +57,9 @@ def info(
 def verify(run: Run) -> int:
     """Read a memory whole and compare every checksum."""
     try:
-        result = dualform.open(run).verify(progress=True)
+        result = check_files(run, progress=sys.stderr.isatty())
     except DamagedMemory as damage:
-        print(f"{run} is too damaged to be opened: {damage}")
+        print(f"{run} cannot be checked: {damage}")
         return 1
     checked = f"{result.files:,} files, {result.bytes:,} bytes"
     if result.ok:

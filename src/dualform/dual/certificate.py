@@ -86,7 +86,7 @@ def _row(memory: StoredMemory, folds: Folds, rebuilt: dict[str, Tensor], weight:
     findings = [f for f in memory.manifest.findings if f.parameter in names]
     first = min(findings, key=lambda finding: finding.step) if findings else None
     size, moved, distance = _distances(memory, folds, {} if missing else rebuilt, names)
-    rounding = _rounding(memory, record.name, size, moved)
+    rounding = _rounding(memory, names, size, moved)
     residual = None if missing else _ratio(distance, moved)
     reason = missing or _why_not(memory, names, residual, rounding, first, weight)
     broken = first.step if first is not None and not missing else memory.steps
@@ -128,13 +128,13 @@ def _ratio(distance: float, moved: float) -> float:
     return distance / moved if moved > 0 else math.inf
 
 
-def _rounding(memory: StoredMemory, name: str, size: float, moved: float) -> float:
-    """eps(dtype) · √steps · ‖W‖ / ‖W_T − c_0 W0 − d_0 v_0‖."""
-    at = memory.manifest.parameter(name)
-    steps = int((memory.journal.flags[:, at] & ACTIVE > 0).sum())
+def _rounding(memory: StoredMemory, names: list[str], size: float, moved: float) -> float:
+    """eps(dtype) · √steps · ‖W‖ / ‖W_T − c_0 W0 − d_0 v_0‖, with the steps that moved the weight or a bias."""
+    numbers = [memory.manifest.parameter(name) for name in names]
+    steps = int((memory.journal.flags[:, numbers] & ACTIVE > 0).any(axis=1).sum())
     if moved == 0.0 or steps == 0:
         return 0.0
-    eps = torch.finfo(getattr(torch, memory.manifest.parameters[at].dtype)).eps
+    eps = torch.finfo(getattr(torch, memory.manifest.parameters[numbers[0]].dtype)).eps
     return float(eps * math.sqrt(steps) * size / moved)
 
 

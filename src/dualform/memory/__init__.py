@@ -3,7 +3,8 @@
 from dualform.memory.columns import Column
 from dualform.memory.journal import Call, Journal, PassRow, StepRow
 from dualform.memory.manifest import Finding, Manifest
-from dualform.memory.stored import StoredMemory, Verification
+from dualform.memory.stored import StoredMemory
+from dualform.memory.verify import Verification, verify
 from dualform.memory.writer import Writer, prepare_directory
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "Verification",
     "Writer",
     "prepare_directory",
+    "verify",
 ]

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from dualform.blocks import Block
-from dualform.errors import BadCall, BadQuery, DamagedMemory, EmptyMemory
+from dualform.errors import BadCall, BadQuery, EmptyMemory
 from dualform.memory.columns import Column, column_names, read_column, write_column
 from dualform.memory.files import FileRecord, TensorFile
 from dualform.memory.journal import Journal
 from dualform.memory.manifest import read_manifest
 from dualform.memory.segment import read_blocks
+from dualform.memory.verify import Verification, verify
 
 BLOCK_ROWS = 16384
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What `verify` found: every file read and every checksum compared."""
-
-    ok: bool
-    problems: tuple[str, ...]
-    files: int
-    bytes: int
-
-    def __repr__(self) -> str:
-        head = f"{self.files} files, {self.bytes:,} bytes: "
-        return head + ("every checksum matches" if self.ok else "; ".join(self.problems))
 
 
 class StoredMemory:
@@ -175,19 +160,4 @@ class StoredMemory:
 
     def verify(self, progress: bool = False) -> Verification:
         """Read every file whole and compare every checksum; nothing is changed."""
-        problems: list[str] = []
-        records = self._records()
-        for record in tqdm(records, desc="verify", unit="file", disable=not progress, leave=False):
-            try:
-                damaged = TensorFile(self.path, record).damaged_chunks()
-                problems += [f"{record.file}: megabyte {chunk} is damaged" for chunk in damaged]
-            except DamagedMemory as error:
-                problems.append(str(error))
-        names = self.columns
-        for name in names:
-            try:
-                read_column(self.path, name)
-            except DamagedMemory as error:
-                problems.append(str(error))
-        sizes = [(self.path / "examples" / f"{name}.safetensors").stat().st_size for name in names]
-        return Verification(not problems, tuple(problems), len(records) + len(names), self.bytes + sum(sizes))
+        return verify(self.path, progress)

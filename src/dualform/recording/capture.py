@@ -62,6 +62,10 @@ def inert(*_: Any) -> None:
     """What a hook becomes in a copy of the model: nothing."""
 
 
+def _make_inert() -> Callable[..., None]:
+    return inert
+
+
 class _ForwardHook:
     """A module's forward hook; in a deep copy or a pickle of the model it does nothing."""
 
@@ -74,8 +78,8 @@ class _ForwardHook:
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return inert
 
-    def __reduce__(self) -> str:
-        return "inert"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_inert, ()
 
 
 class Capture:

@@ -67,8 +67,9 @@ class Evidence:
         self.previous = None if previous is None else previous.reshape(-1)
         sketches = [one.sketch.double().reshape(-1) for one in target.passes]
         # A pass that overflowed cannot be part of a finite gradient: zero_grad dropped it.
-        finite = [s if bool(s.isfinite().all()) else torch.zeros_like(s) for s in sketches]
-        self.columns = torch.stack(finite, dim=1) if finite else self.gradient.new_zeros(len(self.gradient), 0)
+        self.finite = [bool(sketch.isfinite().all()) for sketch in sketches]
+        kept = [s if ok else torch.zeros_like(s) for s, ok in zip(sketches, self.finite, strict=True)]
+        self.columns = torch.stack(kept, dim=1) if kept else self.gradient.new_zeros(len(self.gradient), 0)
         magnitude = sum(one.magnitude for one in target.passes if math.isfinite(one.magnitude))
         # ‖G R‖² is about four times ‖G‖² for a Gaussian R of four columns.
         self.magnitude = math.sqrt(magnitude * (PROBE_COLUMNS if target.projection is not None else 1))
@@ -90,6 +91,7 @@ class Evidence:
 
     def judge(self, scales: Sequence[float], l2: float = 0.0, extra: Tensor | None = None) -> Fit:
         """How well these scales (and `l2` times the extra column) explain the gradient."""
+        scales = [scale if ok else 0.0 for scale, ok in zip(scales, self.finite, strict=True)]
         rest = self.gradient - self.columns @ torch.tensor(scales, dtype=torch.float64)
         if extra is not None:
             rest = rest - l2 * extra

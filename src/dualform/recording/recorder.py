@@ -225,6 +225,12 @@ class Recorder:
             findings=self._stepping.findings,
             told=list(self._told.values()),
         )
+        if self._writer.manifest.nonfinite:
+            self._tell(
+                "nonfinite",
+                "some events hold NaN or infinity in their key or gradient; they are recorded, counted, "
+                "and set apart in top-k",
+            )
 
     def _finish(self) -> None:
         assert self._writer is not None

@@ -60,10 +60,12 @@ class Watch:
     def deviation(self) -> float:
         """How far the parameter is from its prediction, in units of what rounding allows; then believe it."""
         actual = self._target.sketch(self._target.parameter)
-        distance = float((actual - self._weight).norm())
+        predicted = self._weight
+        distance = float((actual - predicted).norm())
         allowed = 64 * max(math.sqrt(self._variance), self._unit * float(actual.norm()))
         self._weight, self._variance = actual, 0.0
         self.version = self._target.parameter._version
-        if distance == 0.0:
-            return 0.0
+        lost = not math.isfinite(distance) and not bool(predicted.isfinite().all())
+        if distance == 0.0 or lost:
+            return 0.0  # where the recurrence itself says NaN, a NaN is no surprise
         return distance / allowed if allowed > 0 and math.isfinite(distance) else math.inf
