@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import dualform
+from dualform.blocks import Block
+from dualform.memory import StoredMemory
 
 DIM_IN, DIM_OUT, EXAMPLES = 5, 3, 9
 LABELS = [2, 0, 7, 2, 7, 7, 0, 2, 5]
@@ -131,7 +135,7 @@ def _response(options: tuple[tuple[str, Any], ...], until: int, at: int, initial
     for step in range(1, until + 1):
         parameter.grad = torch.tensor([float(step == at)], dtype=torch.float64)
         optimizer.step()
-    return float(parameter)
+    return parameter.item()
 
 
 @cache
@@ -190,6 +194,18 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="dualform-plain-")
 
 
+@contextmanager
+def blocks_of(rows: int) -> Iterator[None]:
+    """Inside, a memory is read in blocks of at most that many rows."""
+    read = StoredMemory.blocks
+
+    def small(memory: StoredMemory, weight: int, until: int) -> Iterator[Block]:
+        return read(memory, weight, until, rows)
+
+    with mock.patch.object(StoredMemory, "blocks", small):
+        yield
+
+
 def nearest_fp32(value: Fraction) -> float:
     """The fp32 number nearest to an exact value, ties to even."""
     if value == 0:
@@ -227,9 +243,9 @@ def same(found: Iterable[float], expected: Iterable[float]) -> bool:
     return np.array_equal(np.array(list(found)), np.array(list(expected)), equal_nan=True)
 
 
-def close(found: float, terms: Sequence[float], relative: float = 1e-12) -> bool:
-    """Whether a sum is right up to rounding of its terms; NaN where the plain sum is NaN."""
+def close(found: float, terms: Sequence[float], relative: float = 1e-12, slack: float = 0.0) -> bool:
+    """Whether a sum is right up to rounding of its terms (or of something as large as `slack`); NaN where it is NaN."""
     plain = math.fsum(terms) if all(map(math.isfinite, terms)) else float(sum(terms))
     if not math.isfinite(plain):
         return math.isnan(found) if math.isnan(plain) else found == plain
-    return abs(found - plain) <= relative * math.fsum(map(abs, terms))
+    return abs(found - plain) <= relative * max(math.fsum(map(abs, terms)), slack)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import batch, network, run
 from torch import nn
 
 import dualform
@@ -26,6 +25,7 @@ from dualform.errors import (
     NotKept,
 )
 from dualform.memory.files import seal
+from small import batch, network, run
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_calls_to_record_that_cannot_be_right(tmp_path: Path) -> None:
         dualform.record(model, good, tmp_path, examples={"a": 3})
     with pytest.raises(BadCall, match=says("no layer to record", "layers='fc*'")):
         dualform.record(model, good, tmp_path, layers="fc*")
+    convolution = nn.Conv2d(1, 1, 1)
     with pytest.raises(BadCall, match=says("no layer to record", "no nn.Linear")):
-        convolution = nn.Conv2d(1, 1, 1)
         dualform.record(convolution, sgd(convolution), tmp_path)
     with pytest.raises(BadCall, match=says("lazy layer", "run one forward pass before record()")):
         dualform.record(nn.Sequential(nn.LazyLinear(3)), good, tmp_path)
@@ -190,8 +190,8 @@ def test_opening_what_is_not_there(tmp_path: Path) -> None:
 def test_questions_on_an_empty_memory(tmp_path: Path) -> None:
     model = network()
     with dualform.record(model, sgd(model), tmp_path / "run"):
-        memory = dualform.open(tmp_path / "run")
-    for memory in (memory, dualform.open(tmp_path / "run")):
+        while_recording = dualform.open(tmp_path / "run")
+    for memory in (while_recording, dualform.open(tmp_path / "run")):
         assert memory.steps == 0
         for ask in (
             memory.certificate,

@@ -3,6 +3,7 @@
 from dualform import errors
 from dualform.api import Memory
 from dualform.api import open_memory as open
+from dualform.dual import Certificate
 from dualform.recording import Recorder, record
 
-__all__ = ["Memory", "Recorder", "errors", "open", "record"]
+__all__ = ["Certificate", "errors", "Memory", "open", "record", "Recorder"]  # noqa: RUF022 (case does not count)

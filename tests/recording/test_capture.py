@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small import batch, network, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dualform
+from small import batch, network, run
 
 
 def events(memory: dualform.Memory, weight: int = 0) -> list[tuple[int, int, int, int]]:
@@ -222,7 +222,7 @@ def test_an_input_changed_in_place_is_told_and_then_copied(tmp_path: Path, caplo
     assert "layer: its input was changed in place between forward and backward" in caplog.text
     assert [finding.step for finding in memory.manifest.findings] == [1]
     truth = batch(2, dtype=torch.float32)[1].bfloat16()
-    assert list(memory.blocks(0, 3))[0].keys[-5:].equal(truth)
+    assert next(memory.blocks(0, 3)).keys[-5:].equal(truth)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
@@ -343,7 +343,8 @@ def test_on_error_raise_stops_the_training_too(tmp_path: Path, monkeypatch: pyte
 
 
 def test_layers_chooses_by_glob_or_predicate(tmp_path: Path) -> None:
-    for name, layers in [("glob", "2"), ("globs", ["1", "2"]), ("function", lambda name, module: module.out_features == 4)]:
+    choices = {"glob": "2", "globs": ["1", "2"], "function": lambda name, module: module.out_features == 4}
+    for name, layers in choices.items():
         _, memory = run(tmp_path / name, layers=layers)
         assert [weight.name for weight in memory.manifest.weights] == ["2.weight"]
         assert memory.certificate().exact

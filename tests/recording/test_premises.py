@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small import batch, network, run
 from torch import nn
 
 import dualform
+from small import batch, network, run
 
 
 def only_finding(memory: dualform.Memory, weight: str) -> str:
@@ -216,7 +216,7 @@ def test_a_replaced_parameter_is_told(tmp_path: Path) -> None:
         if step == 2:
             model[0].weight = nn.Parameter(model[0].weight.detach().clone())
 
-    model, memory = run(tmp_path / "run", after_step=replace)
+    _, memory = run(tmp_path / "run", after_step=replace)
     assert "was replaced by another one" in only_finding(memory, "0.weight")
 
 

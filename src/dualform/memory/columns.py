@@ -43,7 +43,8 @@ class Column:
             array = np.asarray(array)
             if array.dtype.kind in "UOS":
                 return cls._of_texts(name, [str(item) for item in array.tolist()])
-            array = torch.from_numpy(np.ascontiguousarray(array)) if array.dtype.kind in "biuf" else array
+            if array.dtype.kind in "biuf":
+                array = torch.from_numpy(np.require(array, requirements=("C", "W")))
         if not isinstance(array, Tensor) or array.ndim == 0 or not storable(array.dtype):
             raise BadCall(f"column {name!r} must be an array of numbers or texts indexed by example id.")
         return cls(name, array.detach().cpu().contiguous())

@@ -19,7 +19,8 @@ from dualform.memory.manifest import read_manifest
 from dualform.memory.segment import read_blocks
 from dualform.memory.verify import Verification, verify
 
-BLOCK_ROWS = 16384
+# Small enough that the fp64 copies of a block stay in the cache and in memory that is already mapped.
+BLOCK_ROWS = 2048
 
 
 class StoredMemory:

@@ -40,7 +40,8 @@ def verify(path: Path, progress: bool = False) -> Verification:
             problems.append(str(error))
             continue
         for chunk in damaged:
-            problems.append(f"{path / record.file} is damaged in its bytes {chunk * CHUNK:,} to {(chunk + 1) * CHUNK:,}.")
+            where = f"bytes {chunk * CHUNK:,} to {(chunk + 1) * CHUNK:,}"
+            problems.append(f"{path / record.file} is damaged in its {where}.")
     names = column_names(path)
     for name in names:
         try:

@@ -49,19 +49,19 @@ def _gradients(block: Block) -> Tensor:
 
 @dataclass(frozen=True)
 class DirectionScorer:
-    """What an event adds to the output along v: α_t (e_t · v) + c^b (g_t · v)."""
+    """What an event adds to the output along v: α_t (e_t · v) + c^b (g_t · v); one v for all queries, or one each."""
 
     queries: Float[Tensor, "queries dim_in"]
     coefficients: Coefficients
-    direction: Float64[Tensor, " dim_out"]
+    directions: Float64[Tensor, "one_or_queries dim_out"]
 
     def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
         # Rounding α and g·v first makes every step elementwise, hence independent of how the rows were split.
-        along = scores(_gradients(block), self.direction[None])[0].double()
+        along = scores(_gradients(block), self.directions).double()
         return self._combine(scores(block.keys, self.queries).double(), along, block).float()
 
     def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
-        along = _gradients(block).double() @ self.direction
+        along = products(_gradients(block), self.directions)
         return self._combine(products(block.keys, self.queries), along, block)
 
     def _combine(self, alphas: Tensor, along: Tensor, block: Block) -> Tensor:

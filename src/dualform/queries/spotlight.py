@@ -194,8 +194,11 @@ class Attention(_Questions):
         """Only events whose columns have these values (a value, a list, a slice, or a mask over examples)."""
         return Attention(self._focus.narrowed(columns))
 
-    def contributions(self, unit: int | None = None, direction: Any = None) -> Contributions:
-        """What each event adds to the output: to one unit, along a direction, or as a whole vector."""
+    def contributions(self, unit: int | Tensor | None = None, direction: Any = None) -> Contributions:
+        """What each event adds to the output: to a unit, along a direction, or (neither given) as a whole vector.
+
+        A tensor of units, or of directions [..., dim_out], gives every query its own: its shape is `query_shape`.
+        """
         return Contributions.of(self._focus, unit, direction)
 
     def output(self, kernel: Kernel | None = None) -> Float64[Tensor, "*query_shape dim_out"]:
@@ -242,23 +245,23 @@ class Contributions(_Questions):
     """What events add to the output, signed; the same questions as for attention."""
 
     @classmethod
-    def of(cls, focus: Focus, unit: int | None, direction: Any) -> Contributions:
+    def of(cls, focus: Focus, unit: int | Tensor | None, direction: Any) -> Contributions:
         """Contributions to a unit, along a direction, or (neither given) as vectors."""
         require_values(focus.memory, focus.weight, "contributions()")
         dim_out = focus.memory.manifest.weights[focus.weight].dim_out
         if unit is not None and direction is not None:
             raise BadQuery("contributions takes a unit or a direction, not both.")
         if unit is not None:
-            if isinstance(unit, bool) or not isinstance(unit, int) or not 0 <= unit < dim_out:
-                raise BadQuery(f"unit must be a whole number from 0 to {dim_out - 1}, not {unit!r}.")
-            direction = torch.zeros(dim_out, dtype=torch.float64)
-            direction[unit] = 1.0
+            direction = _onehot(unit, dim_out)
         if direction is None:
             return cls(focus, NormScorer(focus.queries, _coefficients(focus)))
-        vector = torch.as_tensor(direction, dtype=torch.float64)
-        if vector.shape != (dim_out,):
-            raise BadQuery(f"direction must have shape [{dim_out}], the layer's outputs, not {list(vector.shape)}.")
-        return cls(focus, DirectionScorer(focus.queries, _coefficients(focus), vector))
+        vectors = torch.as_tensor(direction, dtype=torch.float64)
+        if vectors.shape not in ((dim_out,), (*focus.query_shape, dim_out)):
+            raise BadQuery(
+                f"direction must have shape [{dim_out}], the layer's outputs, or {[*focus.query_shape, dim_out]} for "
+                f"one a query, not {list(vectors.shape)}."
+            )
+        return cls(focus, DirectionScorer(focus.queries, _coefficients(focus), vectors.reshape(-1, dim_out)))
 
     def where(self, **columns: Any) -> Contributions:
         """Only events whose columns have these values."""
@@ -275,6 +278,13 @@ class Contributions(_Questions):
         reducer = VectorSums(self._scorer, grouping, dim_out)
         rows = self._focus.reduce(reducer)
         return Totals(grouping.groups, reducer.result(), Explanation("sums over a full scan", rows))
+
+
+def _onehot(unit: int | Tensor, dim_out: int) -> Float64[Tensor, "*query_shape dim_out"]:
+    units = torch.as_tensor(unit)
+    if units.dtype != torch.int64 or bool(((units < 0) | (units >= dim_out)).any()):
+        raise BadQuery(f"unit must be a whole number from 0 to {dim_out - 1}, or a tensor of them, not {unit!r}.")
+    return torch.nn.functional.one_hot(units, dim_out).double()
 
 
 def _coefficients(focus: Focus) -> Coefficients:
