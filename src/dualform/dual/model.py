@@ -113,6 +113,10 @@ class AttendingForward:
         return self
 
 
+def _no_shortcut(*_: Any) -> None:
+    """Do nothing, as a hook."""
+
+
 def _swap(
     memory: StoredMemory, model: nn.Module, where: Mapping[str, Any] | None, until: int, kernel: Kernel | None
 ) -> None:
@@ -126,3 +130,5 @@ def _swap(
             )
         # The forward is swapped, not the module: names, types and the state dict stay as they are.
         modules[use.module].forward = AttendingForward(memory, weight, at, kind, until, selection, kernel)
+        # A hook keeps torch's transformer layers from using the weight without calling the layer.
+        modules[use.module].register_forward_pre_hook(_no_shortcut)

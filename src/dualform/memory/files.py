@@ -39,8 +39,8 @@ class FileRecord:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a tensor on the CPU, without a copy where it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """The raw bytes of a tensor, without a copy where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 

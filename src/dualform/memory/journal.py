@@ -15,6 +15,9 @@ from dualform.memory.files import TensorFile
 from dualform.optimizers import COLUMNS, Coefficients, coefficients
 
 
+SWEPT = 64  # end steps whose coefficients are remembered, over all parameters
+
+
 @dataclass(frozen=True)
 class Call:
     """The events that one use of a weight made in one backward pass: a row each, in the order of the input."""
@@ -118,6 +121,8 @@ class Journal:
     def coefficients(self, parameter: int, until: int) -> Coefficients:
         """c_0, d_0 and c_s of a parameter for the end step `until`."""
         if (parameter, until) not in self._swept:
+            if len(self._swept) >= SWEPT:
+                self._swept.pop(next(iter(self._swept)))
             self._swept[parameter, until] = coefficients(
                 self.settings[:until, parameter], self.flags[:until, parameter]
             )

@@ -33,6 +33,7 @@ class StoredMemory:
         self._segments = [TensorFile(self.path, segment.file) for segment in self.manifest.segments]
         self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
         self._columns: dict[str, Column] = {}
+        self.told: set[int] = set()
 
     @cached_property
     def journal(self) -> Journal:

@@ -79,7 +79,10 @@ def attend(memory: StoredMemory, model: nn.Module, inputs: Any, until: int, batc
     gathered: dict[str, list[list[Tensor]]] = {name: [] for name in uses}
     handles = []
     modes = [(module, module.training) for module in model.modules()]
+    # In eval mode, torch's transformer layers may use the weights of their linear layers without calling them.
+    fast = torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         for name, (_, _, use) in uses.items():
 
             def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
@@ -97,6 +100,7 @@ def attend(memory: StoredMemory, model: nn.Module, inputs: Any, until: int, batc
             handle.remove()
         for module, training in modes:
             module.training = training
+        torch.backends.mha.set_fastpath_enabled(fast)
     attentions = {}
     for name, batches in gathered.items():
         if any(batches):

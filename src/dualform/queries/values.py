@@ -42,11 +42,21 @@ def require_values(memory: StoredMemory, weight: int, question: str) -> None:
     """NotKept or NotExact where `question` needs values that this memory does not have."""
     reason = why_no_values(memory, weight)
     if reason is None:
+        _tell_findings(memory, weight)
         return
     name = memory.manifest.weights[weight].name
     if memory.manifest.keep != "all":
         raise NotKept(f"{question} needs the gradients of {name}: {reason}.")
     raise NotExact(f"{question} needs a value for every event of {name}: {reason}.")
+
+
+def _tell_findings(memory: StoredMemory, weight: int) -> None:
+    """Tell once that values of a weight will not add up, where recording found a broken premise."""
+    names = parameters_of(memory, weight)
+    found = [finding for finding in memory.manifest.findings if finding.parameter in names]
+    if found and weight not in memory.told:
+        memory.told.add(weight)
+        logger.warning("values of %s are not exact: %s", names[0], found[0].reason)
 
 
 @dataclass(frozen=True)

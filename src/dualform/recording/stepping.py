@@ -135,6 +135,8 @@ class Stepping:
             if prepared:
                 self._journal(row, target, prepared)
             target.passes = []
+        for calls in row.calls.values():
+            calls.sort(key=lambda call: call.backward)
         self._prepared = {}
         return row
 

@@ -16,6 +16,7 @@ from dualform.memory.journal import Call
 
 PROBE_COLUMNS = 4
 EVERY_STEP_BYTES = 64 << 10
+RECORDED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -118,6 +119,9 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
         maps = kind.maps(module)
         if not maps:
             notes.append(f"{name}: its weight is parametrised (computed from other parameters), so it is not recorded")
+        if any(_own(module, one.weight).dtype not in RECORDED for one in maps):
+            notes.append(f"{name}: its weight is neither a real floating-point tensor nor recorded")
+            continue
         for linear_map in maps:
             weight = target(_own(module, linear_map.weight), True)
             if weight not in weights:
