@@ -36,6 +36,8 @@ class CertificateRow:
     events: int
 
     def __str__(self) -> str:
+        if self.exact and self.rounding > 0.1:
+            return f"the weight of {self.weight} is exact, but it moved hardly more than rounding does"
         if self.exact:
             return f"the weight of {self.weight} is rebuilt from {self.events:,} events to {self.residual:.1e}: exact"
         distance = "" if self.residual is None else f" (residual {self.residual:.1e})"

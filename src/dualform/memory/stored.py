@@ -75,6 +75,17 @@ class StoredMemory:
             if record.first_step <= until:
                 yield from read_blocks(file, record, weight, until, rows)
 
+    def events(self, weight: int, until: int) -> int:
+        """How many events of a weight are in steps 1…until."""
+        total = 0
+        for file, record in zip(self._segments, self.manifest.segments, strict=True):
+            if record.last_step <= until:
+                total += record.events[weight]
+            elif record.first_step <= until and record.events[weight]:
+                calls = file.read(f"w{weight}/calls")
+                total += int(calls[calls[:, 0] <= until, 3].sum())
+        return total
+
     def half_precision(self, weight: int) -> str | None:
         """The half-precision dtype in which some keys of a weight were recorded; None where all are wider."""
         name = f"w{weight}/keys"

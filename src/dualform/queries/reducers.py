@@ -100,7 +100,11 @@ class TopWithin:
     def __init__(self, scorer: Scorer, k: int, order: str, grouping: Grouping) -> None:
         self._grouping = grouping
         self._tops = [Top(scorer, k, order) for _ in grouping.groups]
-        self._scorer = scorer
+
+    @property
+    def nan(self) -> Int64[Tensor, " queries"]:
+        """How many scores of every query were NaN."""
+        return sum((top.nan for top in self._tops), torch.zeros((), dtype=torch.int64))
 
     def update(self, block: Block) -> None:
         codes = self._grouping.codes(block)

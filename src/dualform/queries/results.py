@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from jaxtyping import Float, Int64
@@ -59,14 +60,13 @@ class _Answer:
 
     def _repr_html_(self) -> str:
         header, rows = self._rows()
-        cells = "".join(f"<th>{name}</th>" for name in header)
-        body = "".join("<tr>" + "".join(f"<td>{_short(c)}</td>" for c in row) + "</tr>" for row in rows[:20])
+        cells = "".join(f"<th>{escape(name)}</th>" for name in header)
+        body = "".join("<tr>" + "".join(f"<td>{escape(_short(c))}</td>" for c in row) + "</tr>" for row in rows[:20])
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _short(cell: Any) -> str:
-    text = f"{cell:.6g}" if isinstance(cell, float) else str(cell)
-    return text.replace("&", "&amp;").replace("<", "&lt;") if "<" in text else text
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
 @dataclass(frozen=True, repr=False)

@@ -49,14 +49,14 @@ def _matches(values: Tensor, wanted: Any, column: str) -> Bool[Tensor, "..."]:
             holds &= values < wanted.stop
         return holds
     try:
-        values_wanted: Tensor = torch.as_tensor(wanted)
+        # By way of numpy, where a plain float has 64 bits: as fp32 it would equal no fp64 value.
+        found: Tensor = wanted if isinstance(wanted, Tensor) else torch.as_tensor(np.asarray(wanted))
     except (TypeError, ValueError, RuntimeError):
         raise BadQuery(
             f"column {column!r} holds numbers ({values.dtype}); where({column}={wanted!r}) does not fit."
         ) from None
-    if values_wanted.ndim == 0:
-        return values == values_wanted
-    return torch.isin(values, values_wanted.to(torch.promote_types(values.dtype, values_wanted.dtype)))
+    common = values.dtype if values.is_floating_point() else torch.promote_types(values.dtype, found.dtype)
+    return torch.isin(values.to(common), found.to(common))
 
 
 @dataclass(frozen=True)

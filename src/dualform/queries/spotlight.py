@@ -123,8 +123,8 @@ class _Questions:
         rows = self._focus.reduce(reducer)
         scores, numbers = reducer.result()
         fields = dict(zip(Top.FIELDS, numbers.unbind(-1), strict=True))
-        nan = int(reducer.nan.sum()) if isinstance(reducer, Top) else 0
-        return TopEvents(scores=scores, explanation=Explanation("full scan", rows, nan), groups=groups, **fields)
+        explanation = Explanation("full scan", rows, int(reducer.nan.sum()))
+        return TopEvents(scores=scores, explanation=explanation, groups=groups, **fields)
 
     def _top_groups(self, k: int, grouping: Grouping, order: str, absolute: bool) -> TopGroups:
         reducer = GroupSums(self._scorer, grouping, absolute)
@@ -152,7 +152,7 @@ class _Questions:
 
     def scores(self) -> Float32[Tensor, "queries events"]:
         """All scores, [queries, T]; refused where they would not fit in 1 GB."""
-        events = sum(len(block) for block in self._focus.blocks()) if self._focus.selection else self._events()
+        events = self._events()
         size = 4 * events * len(self._focus.queries)
         if size > SCORES_BYTES:
             raise BadQuery(
@@ -164,7 +164,9 @@ class _Questions:
         return reducer.result()
 
     def _events(self) -> int:
-        return self._focus.memory.manifest.events(self._focus.weight)
+        if self._focus.selection:
+            return sum(len(block) for block in self._focus.blocks())
+        return self._focus.memory.events(self._focus.weight, self._focus.until)
 
 
 class Attention(_Questions):
@@ -238,7 +240,8 @@ class Attention(_Questions):
     def __repr__(self) -> str:
         record = self._focus.memory.manifest.weights[self._focus.weight]
         name = record.uses[self._focus.use].map
-        return f"Attention({name!r}: {len(self)} queries over {self._events():,} events of {record.name})"
+        chosen = " chosen by where()" if self._focus.selection else ""
+        return f"Attention({name!r}: {len(self)} queries over {self._events():,} events{chosen} of {record.name})"
 
 
 class Contributions(_Questions):

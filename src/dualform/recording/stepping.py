@@ -205,7 +205,9 @@ def _what_was_found(target: Target, fit: Fit, step: int) -> tuple[str, str, int,
     """Kind, reason and steps of a gradient that the events do not explain."""
     if not math.isfinite(fit.remainder):
         return "nonfinite", f"the gradient at step {step} holds NaN or infinity", step - 1, step
-    if fit.carried:
+    gradient = target.parameter.grad
+    clipped = gradient is not None and _looks_clipped_by_value(gradient)
+    if fit.carried and not clipped:
         reason = (
             f"the gradient of the step before was still there at step {step} "
             "(no zero_grad in between), so its events acted twice"
@@ -218,8 +220,7 @@ def _what_was_found(target: Target, fit: Fit, step: int) -> tuple[str, str, int,
         )
         return "no events", reason, step - 1, step
     share = f"{fit.remainder:.2g} of the gradient at step {step} was not made by the recorded events"
-    gradient = target.parameter.grad
-    if gradient is not None and _looks_clipped_by_value(gradient):
+    if clipped:
         return "unexplained", f"{share}: it looks clipped elementwise (clip_grad_value_)", step - 1, step
     hint = "(noise, an unrecorded second use of the weight, a penalty on gradients, an edit of .grad)"
     return "unexplained", f"{share} {hint}", step - 1, step
