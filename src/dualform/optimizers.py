@@ -26,6 +26,7 @@ NESTEROV = 4
 MAXIMIZE = 8
 DECOUPLED = 16  # the decay acts on the weight, not through the gradient
 LINEAR = 32  # the step is one of the SGD family: its coefficients are exact
+HALF = 128  # the product that made the gradient was in half precision
 UNEXPLAINED = 64  # the probe found something in the gradient that the events did not make
 
 COLUMNS = ("lr", "momentum", "dampening", "weight_decay", "l2")

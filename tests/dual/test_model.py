@@ -97,7 +97,7 @@ def test_where_leaves_the_other_events_out(
 
 def test_masking_later_events_is_not_the_earlier_model(tmp_path: Path) -> None:
     """With momentum an event's value still grows after its step: until=3 and where(step ≤ 3) differ."""
-    model, memory = run(tmp_path / "run")
+    _, memory = run(tmp_path / "run")
     earlier, masked = memory.weights(until=3), memory.weights(where={"step": slice(0, 4)})
     moved = (earlier["0.weight"] - network()[0].weight).norm()
     assert (earlier["0.weight"] - masked["0.weight"]).norm() > 0.05 * moved

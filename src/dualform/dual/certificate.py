@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dualform.memory import Finding, StoredMemory
-from dualform.optimizers import ACTIVE
+from dualform.optimizers import ACTIVE, HALF
 from dualform.queries.selection import Selection
 from dualform.queries.values import Folds, parameters_of, why_no_values
 
@@ -116,9 +116,10 @@ def _why_not(
         of = "" if first.parameter == names[0] else f" ({first.parameter})"
         again = f"; {first.count} such findings in all" if first.count > 1 else ""
         return f"{first.reason}{of}{again}"
-    half = memory.half_precision(weight)
-    if half:
-        return f"keys and gradients are {half}: the training's own gradients are rounded to that precision"
+    half = memory.journal.flags[:, memory.manifest.parameter(names[0])] & HALF > 0
+    if half.any():
+        name = memory.half_precision(weight) or "half precision"
+        return f"from step {int(half.argmax()) + 1} on gradients were computed in {name}: training itself rounds them"
     if residual is None or not residual <= MARGIN * rounding:
         return f"the residual {residual:.1e} is more than {MARGIN:.0f} times the rounding floor {rounding:.1e}"
     return ""

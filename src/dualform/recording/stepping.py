@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.memory import Finding, PassRow, StepRow
 from dualform.memory.files import tensor_hash
-from dualform.optimizers import LINEAR, UNEXPLAINED, Settings, read_settings
+from dualform.optimizers import HALF, LINEAR, UNEXPLAINED, Settings, read_settings
 from dualform.recording.capture import Capture
 from dualform.recording.probe import Evidence, Fit, fit_all
 from dualform.recording.targets import Target, Targets
@@ -145,7 +145,8 @@ class Stepping:
         settings = dataclasses.replace(prepared.settings, l2=fit.l2)
         at = target.index
         row.settings[at] = settings.row
-        row.flags[at] = settings.flags | (0 if fit.explained else UNEXPLAINED)
+        row.flags[at] = settings.flags | (0 if fit.explained else UNEXPLAINED) | (HALF if target.half else 0)
+        target.half = False
         row.remainders[at] = fit.remainder
         row.digests[at] = prepared.digest
         if not fit.explained:
