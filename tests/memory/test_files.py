@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 import xxhash
 from hypothesis import strategies as st
-from small import run
 
 from dualform.errors import DamagedMemory
 from dualform.memory import files
 from dualform.memory.files import CHUNK, TensorFile, tensor_hash, write_sealed, write_tensors
+from small import run
 
 DTYPES = [
     torch.float64,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small import batch, network, run
 from torch import nn
 
 import dualform
 from dualform.memory import writer
 from dualform.memory.files import tensor_hash
+from small import batch, network, run
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_commit_holds_the_sketch_and_the_hash_of_every_weight(tmp_path: Path, 
     saved = []
     _, memory = run(tmp_path / "run", after_step=lambda model, step: saved.append(model[0].weight.detach().clone()))
     for step, weight in enumerate(saved, start=1):
-        assert memory.sketch(0, step).equal(weight @ memory.probe(0))
+        assert (memory.sketch(0, step) - weight @ memory.probe(0)).abs().max() < 1e-14
         assert int(memory._segments[step - 1].read("hashes")[0]) == tensor_hash(weight)
 
 

@@ -226,6 +226,28 @@ def test_top_contributions_to_a_unit_or_along_a_direction(
         assert_best(found.scores[at].tolist(), found.events[at].tolist(), expected, slack, k, order)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_query_may_have_its_own_unit_or_direction(order: str) -> None:
+    queries = plain.rows("gauss", np.random.default_rng(4), 6).reshape(2, 3, DIM_IN)
+    attention = plain.history("gauss").memory.attend(None, {"fc": queries})["fc"]
+    units = torch.tensor([[0, 2, 1], [1, 1, 0]])
+    directions = torch.randn(2, 3, DIM_OUT, generator=torch.Generator().manual_seed(0))
+    by_unit, along = attention.contributions(unit=units), attention.contributions(direction=directions)
+    for flat, at in enumerate(np.ndindex(2, 3)):
+        one = attention[at]
+        alone = one.contributions(unit=int(units[at])), one.contributions(direction=directions[at])
+        for every, single in zip((by_unit, along), alone, strict=True):
+            for options in ({}, {"within": "label"}):
+                found, expected = every.top(5, order=order, **options), single.top(5, order=order, **options)
+                assert found.events[flat].equal(expected.events[0])
+                assert torch.equal(found.scores[flat], expected.scores[0])
+            totals = every.totals(by="label", absolute=order == "absolute").values[flat]
+            expected = single.totals(by="label", absolute=order == "absolute").values[0]
+            assert torch.allclose(totals, expected, rtol=1e-12, atol=1e-12)
+    chosen = by_unit.where(label=7).top(3)
+    assert chosen.events[4].equal(attention[1, 1].where(label=7).contributions(unit=1).top(3).events[0])
+
+
 @hypothesis.given(questions(FINITE), st.sampled_from(COLUMNS), st.booleans())
 @hypothesis.settings(max_examples=40)
 def test_totals_of_contributions_along_a_direction(asked: Question, columns: Any, absolute: bool) -> None:
@@ -470,6 +492,12 @@ def test_a_question_that_makes_no_sense_is_refused() -> None:
         attention.contributions(unit=1, direction=[1.0, 0.0, 0.0])
     with pytest.raises(refused, match=r"direction must have shape \[3\]"):
         attention.contributions(direction=[1.0, 0.0])
+    two = plain.history("gauss").memory.attend(None, {"fc": torch.ones(2, DIM_IN)})["fc"]
+    for unit in (torch.tensor([0, 1, 2]), torch.tensor([[0, 1]]), torch.tensor([0.0, 1.0]), torch.tensor([0, 3])):
+        with pytest.raises(refused):
+            two.contributions(unit=unit)
+    with pytest.raises(refused, match=r"direction must have shape \[3\]"):
+        two.contributions(direction=torch.ones(3, 3))
     for unit in (-1, 3, True):
         with pytest.raises(refused, match="unit must be a whole number from 0 to 2"):
             attention.contributions(unit=unit)

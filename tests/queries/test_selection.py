@@ -137,7 +137,8 @@ def record(path: Path, ids: Any, **columns: Any) -> dualform.Memory:
     return dualform.open(path)
 
 
-DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64]
+DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,6 @@ from torch import Tensor
 from dualform.memory.files import TensorFile
 from dualform.optimizers import COLUMNS, Coefficients, coefficients
 
-
 SWEPT = 64  # end steps whose coefficients are remembered, over all parameters
 
 

@@ -229,7 +229,7 @@ def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
             keys, gradients = keys.float(), gradients.float()
         sizes = torch.linalg.vector_norm(gradients, dim=1).double().square()
         if target.projection is not None:
-            sketch = gradients.T @ (keys @ target.projection.to(keys.dtype))
+            sketch = gradients.T @ target.project(keys)
             sizes = sizes * torch.linalg.vector_norm(keys, dim=1).double().square()
         else:
             sketch = gradients.sum(dim=0)
