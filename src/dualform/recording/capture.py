@@ -221,21 +221,23 @@ def _product(output: Tensor) -> Tensor:
 
 def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
     """A pass of one parameter: the sketch of what its rows put into the gradient, and the rows as calls."""
-    result = Pass(number, torch.zeros(()), 0.0)
+    calls: list[tuple[Target, Call]] = []
+    terms: list[tuple[Tensor | None, Tensor]] = []
+    total: Tensor | None = None
     for row in rows:
         keys, gradients = row.keys, row.gradients
         if keys.dtype in (torch.float16, torch.bfloat16):
             target.half = True
             keys, gradients = keys.float(), gradients.float()
-        sizes = torch.linalg.vector_norm(gradients, dim=1).double().square()
         if target.projection is not None:
             sketch = gradients.T @ target.project(keys)
-            sizes = sizes * torch.linalg.vector_norm(keys, dim=1).double().square()
+            terms.append((keys, gradients))
         else:
             sketch = gradients.sum(dim=0)
+            terms.append((None, gradients))
         if row.owner is target:
             call = Call(row.use.index, number, row.keys, row.gradients, row.examples, row.positions)
-            result.calls.append((row.use.weight, call))
-        result.sketch = result.sketch + sketch.double()
-        result.magnitude += float(sizes.sum())
-    return result
+            calls.append((row.use.weight, call))
+        total = sketch.double() if total is None else total + sketch.double()
+    assert total is not None
+    return Pass(number, total, terms, calls)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float64
@@ -58,22 +59,36 @@ class Fit:
 
 
 class Evidence:
-    """What there is to go by for one parameter just before its step, as sketches in fp64."""
+    """What there is to go by for one parameter just before its step, as sketches in fp64.
+
+    Most of it is needed only where the simplest story fails, and is computed then.
+    """
 
     def __init__(self, target: Target, gradient: Float64[Tensor, "..."], previous: Tensor | None) -> None:
         self.target = target
         self.gradient = gradient.reshape(-1)
         self.norm = float(self.gradient.norm())
         self.previous = None if previous is None else previous.reshape(-1)
-        sketches = [one.sketch.double().reshape(-1) for one in target.passes]
-        # A pass that overflowed cannot be part of a finite gradient: zero_grad dropped it.
-        self.finite = [bool(sketch.isfinite().all()) for sketch in sketches]
-        kept = [s if ok else torch.zeros_like(s) for s, ok in zip(sketches, self.finite, strict=True)]
-        self.columns = torch.stack(kept, dim=1) if kept else self.gradient.new_zeros(len(self.gradient), 0)
-        magnitude = sum(one.magnitude for one in target.passes if math.isfinite(one.magnitude))
-        # ‖G R‖² is about four times ‖G‖² for a Gaussian R of four columns.
-        self.magnitude = math.sqrt(magnitude * (PROBE_COLUMNS if target.projection is not None else 1))
         self.precision = precision(target)
+
+    @cached_property
+    def finite(self) -> list[bool]:
+        """Which passes have a finite sketch: one that overflowed cannot be part of a finite gradient."""
+        return [bool(one.sketch.isfinite().all()) for one in self.target.passes]
+
+    @cached_property
+    def columns(self) -> Float64[Tensor, "equations passes"]:
+        """The sketch of every pass; zeros for one that overflowed, which zero_grad must have dropped."""
+        sketches = [one.sketch.reshape(-1) for one in self.target.passes]
+        kept = [s if ok else torch.zeros_like(s) for s, ok in zip(sketches, self.finite, strict=True)]
+        return torch.stack(kept, dim=1) if kept else self.gradient.new_zeros(len(self.gradient), 0)
+
+    @cached_property
+    def magnitude(self) -> float:
+        """The size of the sketch's terms before they cancel."""
+        total = sum(one.magnitude for one in self.target.passes if math.isfinite(one.magnitude))
+        # ‖G R‖² is about four times ‖G‖² for a Gaussian R of four columns.
+        return math.sqrt(total * (PROBE_COLUMNS if self.target.projection is not None else 1))
 
     @property
     def weight(self) -> Float64[Tensor, " equations"]:
@@ -107,9 +122,13 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     dropped by zero_grad or not; a scale per pass; each again with an L2 term of the user's loss. Failing all,
     a look whether the gradient of the last step was carried over.
     """
-    count = seen.columns.shape[1]
+    count = len(seen.target.passes)
     if not math.isfinite(seen.norm):
         return Fit((1.0,) * count, math.inf, 0.0)
+    if count == 1 and seen.norm > 0.0:
+        simple = _one_pass(seen, known)
+        if simple is not None:
+            return simple
     if seen.norm == 0.0:
         return Fit((0.0,) * count, 0.0, 0.0, determined=not seen.silent)
     if count and seen.silent:
@@ -132,8 +151,25 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     return plain
 
 
+def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
+    """The everyday case: one pass, one scale, nothing left. None where there is any doubt."""
+    sketch = seen.target.passes[0].sketch.reshape(-1)
+    square = float(sketch @ sketch)
+    scale = known[0] if known else float(sketch @ seen.gradient) / square if square > 0 else math.nan
+    if not math.isfinite(scale) or scale == 0.0:
+        return None
+    power = math.copysign(2.0 ** round(math.log2(abs(scale))), scale)
+    off = abs(scale / power - 1.0)
+    if off <= seen.precision.snap:
+        scale = power
+    elif not known and off < 1e-3:
+        return None  # whether this is a power of two depends on how much the terms cancel
+    remainder = float((seen.gradient - scale * sketch).norm()) / seen.norm
+    return Fit((scale,), remainder, seen.precision.floor) if remainder <= seen.precision.floor else None
+
+
 def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Tensor | None) -> Iterator[Fit]:
-    count = seen.columns.shape[1]
+    count = len(seen.target.passes)
     if known is not None:
         yield seen.judge(known, known_l2 if extra is not None else 0.0, extra)
     if count == 0:

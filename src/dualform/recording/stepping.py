@@ -156,7 +156,6 @@ class Stepping:
         if settings.flags & LINEAR:
             # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.
             watch.follow(prepared.settings, prepared.gradient)
-            watch.version = target.parameter._version
             if self.steps - watch.checked >= CHECK_EVERY:
                 self._check(target, self.steps)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +26,25 @@ Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 class Pass:
     """What one backward pass left in one parameter, as far as the events explain it.
 
-    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias; `magnitude` is Σ ‖g_t‖² ‖x_t‖², the scale of
-    the terms before they cancel. `calls` are the events that this parameter brings, with their weight: its own,
+    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias, from `rows`. `calls` are the events that this parameter brings, with their weight: its own,
     or for a bias those that went through a frozen weight.
     """
 
     backward: int
     sketch: Tensor
-    magnitude: float
+    rows: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)
     calls: list[tuple[Target, Call]] = field(default_factory=list)
+
+    @cached_property
+    def magnitude(self) -> float:
+        """Σ ‖g_t‖² ‖x_t‖² (Σ ‖g_t‖² for a bias): how large the terms are before they cancel."""
+        total = 0.0
+        for keys, gradients in self.rows:
+            sizes = gradients.double().square().sum(dim=1)
+            if keys is not None:
+                sizes = sizes * keys.double().square().sum(dim=1)
+            total += float(sizes.sum())
+        return total
 
 
 @dataclass(eq=False)

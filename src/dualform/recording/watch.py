@@ -1,7 +1,8 @@
 """The watch: does the weight still go where the optimiser's recurrence says?
 
-The sketches of W and of its velocity follow the same recurrence as the weight itself. Comparing the prediction
-with W @ R now and then finds every change made outside the optimiser, also one that bumps no version counter.
+The sketches of W and of its velocity follow the same recurrence as the weight itself, so the gradients' sketches of
+some steps predict W @ R after them. Comparing the two now and then finds every change made outside the optimiser,
+also one that bumps no version counter.
 """
 
 from __future__ import annotations
@@ -17,20 +18,9 @@ from dualform.recording.targets import Target
 
 CHECK_EVERY = 32
 
-_transitions: dict[Settings, tuple[list[list[float]], list[float]]] = {}
-
-
-def _transition(settings: Settings) -> tuple[list[list[float]], list[float]]:
-    if settings not in _transitions:
-        if len(_transitions) > 4096:
-            _transitions.clear()
-        matrices, inputs = transitions(np.array([settings.row]), np.array([settings.flags], dtype=np.uint8))
-        _transitions[settings] = (matrices[0].tolist(), inputs[0].tolist())
-    return _transitions[settings]
-
 
 class Watch:
-    """Predicts the sketch of one parameter from step to step."""
+    """Predicts the sketch of one parameter over a stretch of steps."""
 
     def __init__(self, target: Target, velocity: Tensor | None) -> None:
         self._target = target
@@ -43,29 +33,44 @@ class Watch:
         self._weight = self._target.sketch(self._target.parameter)
         zeros = torch.zeros_like(self._weight)
         self._velocity = zeros if velocity is None else self._target.sketch(velocity)
-        self._variance = 0.0
+        self._stretch: list[tuple[Settings, Tensor]] = []
         self.version = self._target.parameter._version
 
     def follow(self, settings: Settings, gradient: Tensor) -> None:
-        """Predict one step from the gradient's sketch that the optimiser really used."""
-        ((a, b), (c, d)), (into_weight, into_velocity) = _transition(settings)
-        moved = b * self._velocity + into_weight * gradient
-        self._weight, self._velocity = (
-            a * self._weight + moved,
-            c * self._weight + d * self._velocity + into_velocity * gradient,
-        )
-        size = max(float(self._weight.norm()), float(moved.norm()))
-        self._variance += (self._unit * size) ** 2
+        """Take note of one step and of the gradient's sketch that the optimiser really used."""
+        self._stretch.append((settings, gradient))
+        self.version = self._target.parameter._version
 
     def deviation(self) -> float:
         """How far the parameter is from its prediction, in units of what rounding allows; then believe it."""
-        actual = self._target.sketch(self._target.parameter)
-        predicted = self._weight
-        distance = float((actual - predicted).norm())
-        allowed = 64 * max(math.sqrt(self._variance), self._unit * float(actual.norm()))
-        self._weight, self._variance = actual, 0.0
+        before, steps = self._weight, len(self._stretch)
+        predicted, self._velocity = self._predict()
+        actual = self._weight = self._target.sketch(self._target.parameter)
+        self._stretch = []
         self.version = self._target.parameter._version
-        lost = not math.isfinite(distance) and not bool(predicted.isfinite().all())
-        if distance == 0.0 or lost:
+        distance = float((actual - predicted).norm())
+        if distance == 0.0 or (not math.isfinite(distance) and not bool(predicted.isfinite().all())):
             return 0.0  # where the recurrence itself says NaN, a NaN is no surprise
+        size = max(float(before.norm()), float(predicted.norm()))
+        allowed = 64 * self._unit * math.sqrt(max(steps, 1)) * size
         return distance / allowed if allowed > 0 and math.isfinite(distance) else math.inf
+
+    def _predict(self) -> tuple[Tensor, Tensor]:
+        """The sketches of weight and velocity after the stretch: linear in those before it and in the gradients."""
+        if not self._stretch:
+            return self._weight, self._velocity
+        rows = np.array([settings.row for settings, _ in self._stretch])
+        flags = np.array([settings.flags for settings, _ in self._stretch], dtype=np.uint8)
+        matrices, inputs = transitions(rows, flags)
+        state = np.eye(2)
+        factors = np.empty((2, len(flags)))
+        for at in reversed(range(len(flags))):
+            factors[:, at] = state @ inputs[at]
+            state = state @ matrices[at]
+        gradients = torch.stack([gradient.reshape(-1) for _, gradient in self._stretch])
+        moved = (torch.from_numpy(factors) @ gradients).reshape(2, *self._weight.shape)
+        # Factors of zero must not meet infinities.
+        start = [
+            sum(c * s for c, s in zip(row, (self._weight, self._velocity), strict=True) if c != 0) for row in state
+        ]
+        return moved[0] + start[0], moved[1] + start[1]
