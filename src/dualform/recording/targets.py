@@ -26,8 +26,8 @@ Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 class Pass:
     """What one backward pass left in one parameter, as far as the events explain it.
 
-    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias, from `rows`. `calls` are the events that this parameter brings, with their weight: its own,
-    or for a bias those that went through a frozen weight.
+    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias, from `rows`. `calls` are the events that this
+    parameter brings, with their weight: its own, or for a bias those that went through a frozen weight.
     """
 
     backward: int
