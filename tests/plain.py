@@ -6,6 +6,7 @@ were fed in, so that any answer can be compared with a loop over that list.
 
 from __future__ import annotations
 
+import atexit
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -191,7 +192,9 @@ def history(kind: str) -> History:
 
 @cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="dualform-plain-")
+    directory = tempfile.TemporaryDirectory(prefix="dualform-plain-")
+    atexit.register(directory.cleanup)
+    return directory
 
 
 @contextmanager

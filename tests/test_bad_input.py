@@ -232,7 +232,7 @@ def test_questions_that_cannot_be_right(recorded: tuple[nn.Module, dualform.Memo
         (BadQuery, lambda: attention.top(2, absolute=True), says("needs by", "order='absolute'")),
         (BadQuery, lambda: attention.where(name="zzz").top(1), says("'name' has no value 'zzz'", "'n0'")),
         (BadQuery, lambda: attention.where(label="three"), says("'label' holds numbers", "does not fit")),
-        (BadQuery, lambda: attention.where(example=[True, False]), says("boolean array", "20 examples", "has 2")),
+        (BadQuery, lambda: attention.where(example=[True, False]), says("boolean array", "20 examples", "[2]")),
         (BadQuery, lambda: attention.contributions(unit=8), says("unit must be", "0 to 7", "8")),
         (BadQuery, lambda: attention.contributions(direction=[1.0]), says("direction must have shape [8]", "[1]")),
         (BadQuery, lambda: attention.contributions(unit=1, direction=[1.0]), says("not both")),
@@ -356,10 +356,16 @@ def test_a_manifest_that_points_outside(recorded: tuple[nn.Module, dualform.Memo
         dualform.open(recorded[1].path)
 
 
-@pytest.mark.parametrize("changes", [{"steps": "six"}, {"weights": 3}, {"surprise": 1}, {"segments": [{}]}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": "six"}, {"weights": 3}, {"surprise": 1}, {"segments": [{}]}, {"steps": 99}, {"segments": []},
+        {"weights": []}, {"parameters": []}, {"optimizers": []},
+    ],
+)  # fmt: skip
 def test_a_manifest_of_the_wrong_shape(recorded: tuple[nn.Module, dualform.Memory], changes: dict[str, object]) -> None:
     rewrite(recorded[1].path, **changes)
-    with pytest.raises(DamagedMemory, match=says("is damaged")):
+    with pytest.raises(DamagedMemory, match="is damaged|contradicts itself"):
         dualform.open(recorded[1].path)
 
 

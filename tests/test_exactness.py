@@ -31,13 +31,13 @@ def check(run: Run) -> None:
             assert row.exact, f"{row}\n{memory.manifest.findings}"
             assert row.residual <= max(FLOOR[run.dtype], 10 * row.rounding)
 
-        roundings = {row.weight: row.rounding for row in memory.certificate()}
+        eps = torch.finfo(run.dtype).eps
         for step, truth in enumerate(result.history):
             rebuilt = memory.weights(until=step)
             for name, tensor in truth.items():
-                weight = name.replace("bias", "weight").replace("twin", "square")
-                moved = (result.history[-1][weight] - result.history[0][weight]).norm()
-                allowed = max(FLOOR[run.dtype], 10 * roundings[weight]) * max(float(moved), float(tensor.norm()))
+                moved = max(float((later[name] - result.history[0][name]).norm()) for later in result.history)
+                floor = 10 * eps * max(step, 1) ** 0.5 * float(max(tensor.norm(), moved))
+                allowed = max(FLOOR[run.dtype] * moved, floor)
                 assert (rebuilt[name] - tensor).norm() <= allowed, (step, name)
 
         with torch.no_grad():

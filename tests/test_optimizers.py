@@ -186,7 +186,7 @@ def test_a_step_without_a_gradient_changes_nothing() -> None:
     active = np.array([[0.1, 0.9, 0.0, 0.01, 0.0]])
     alone = coefficients(active, np.array([ACTIVE | LINEAR | FIRST], dtype=np.uint8))
     padded = coefficients(
-        np.concatenate([np.zeros((2, 5)), active, np.zeros((1, 5))]),
+        np.concatenate([np.zeros((1, 5)), np.full((1, 5), 0.5), active, np.full((1, 5), 0.5)]),
         np.array([0, 0, ACTIVE | LINEAR | FIRST, 0], dtype=np.uint8),
     )
     assert padded.steps.tolist() == [0.0, 0.0, alone.steps[0], 0.0]

@@ -12,6 +12,7 @@ from dualform.dual import Certificate, Compact, certify, compact, dual_model, re
 from dualform.errors import BadCall
 from dualform.memory import StoredMemory
 from dualform.queries import Spotlight, attend, check_model, given_queries
+from dualform.queries.attend import is_memorys
 from dualform.queries.kernels import Kernel
 from dualform.queries.values import Folds
 
@@ -22,7 +23,7 @@ class Memory(StoredMemory):
     """An opened memory: all events of a training run, and the questions to ask it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(os.fspath(path))
+        super().__init__(os.path.abspath(path))
         self._folds = Folds(self)
         self._certificate: Certificate | None = None
 
@@ -75,8 +76,8 @@ class Memory(StoredMemory):
             return given_queries(self, inputs, end)
         if not isinstance(model, nn.Module):
             raise BadCall(f"attend takes a torch.nn.Module and its inputs, not {type(model).__name__}.")
-        if until is not None:
-            model = self.dual(model, until=until)
+        if until is not None and not (end == self.steps and is_memorys(self, model)):
+            model = self.dual(model, until=end)
         elif check:
             check_model(self, model)
         return attend(self, model, inputs, end, batch_size)

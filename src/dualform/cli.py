@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except DualformError as error:
+    except (DualformError, OSError) as error:
         print(f"dualform: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:

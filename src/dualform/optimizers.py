@@ -10,6 +10,7 @@ and one backward sweep over the journalled settings gives all c_s for any end st
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,10 @@ def _sgd(group: Mapping[str, Any], state: Mapping[str, Any]) -> Settings:
 @register(torch.optim.ASGD)
 def _asgd(group: Mapping[str, Any], state: Mapping[str, Any]) -> Settings:
     # ASGD's own decay λ_A acts like weight decay; its rate is kept in the state and changes every step.
-    eta = float(state["eta"]) if "eta" in state else float(group["lr"])
+    # Before the first step torch makes that state from lr, in fp32 unless fp64 is the default.
+    wide = torch.get_default_dtype() == torch.float64
+    first = torch.tensor(float(group["lr"]), dtype=torch.float64 if wide else torch.float32)
+    eta = float(state.get("eta", first))
     flags = ACTIVE | LINEAR | (MAXIMIZE if group["maximize"] else 0)
     return Settings(lr=eta, weight_decay=float(group["weight_decay"]) + float(group["lambd"]), flags=flags)
 
@@ -118,6 +122,21 @@ def read_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], pa
         return reader(group, state)
     decay = float(group.get("weight_decay") or 0.0)
     return Settings(lr=float(group.get("lr", float("nan"))), weight_decay=decay, flags=ACTIVE)
+
+
+def is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step hook fires for a `super().step()` inside a step of the same optimiser.
+
+    torch wraps the step of every class with the hooks, so a subclass that calls its parent's step runs them twice.
+    """
+    if is_linear(optimizer):
+        return False
+    frame, wrappers = sys._getframe(1), 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
+            wrappers += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return wrappers > 1
 
 
 def why_not_exact(optimizer_name: str) -> str:

@@ -119,6 +119,16 @@ def test_the_model_is_left_exactly_as_it_was(net: tuple[Net, dualform.Memory], i
     model.fc.weight.grad = None
 
 
+def test_the_forward_pass_runs_in_eval_mode_and_without_gradients(net: tuple[Net, dualform.Memory]) -> None:
+    model, memory = net
+    model.train()
+    seen: list[tuple[bool, bool]] = []
+    handle = model.drop.register_forward_hook(lambda m, _, __: seen.append((torch.is_grad_enabled(), m.training)))
+    memory.attend(model, INPUTS, batch_size=4)
+    handle.remove()
+    assert seen == [(False, False)] * 2
+
+
 def test_no_gradient_flows_into_the_queries(net: tuple[Net, dualform.Memory]) -> None:
     model, memory = net
     x = INPUTS.clone().requires_grad_()

@@ -18,7 +18,8 @@ from dualform.queries import Attention
 from plain import DIM_IN, DIM_OUT, FINITE, KINDS, Event, History
 
 ORDERS = ["largest", "smallest", "absolute"]
-COLUMNS = ["label", "name", "step", "example", "position", ("name", "label"), ("step", "position"), ("label",)]
+COLUMNS = ["label", "name", "step", "example", "position", ("label",), ("name", "label"), ("step", "position")]
+COLUMNS += [("step", "label"), ("position", "example")]
 
 
 @dataclass(frozen=True)

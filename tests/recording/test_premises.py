@@ -1,5 +1,6 @@
 """A broken premise is told, not hidden: the certificate is not exact, and says why and since when."""
 
+import copy
 import logging
 from pathlib import Path
 
@@ -161,19 +162,51 @@ def test_an_untracked_second_use_of_a_weight_is_told(tmp_path: Path) -> None:
 
 
 def test_a_weight_used_only_past_its_module_is_told(tmp_path: Path) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6, dtype=torch.float64)
+            self.b = nn.Linear(6, 4, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(F.linear(x, self.a.weight, self.a.bias)))
+
     torch.manual_seed(0)
-    attention = nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64)
-    head = nn.Linear(6, 4, dtype=torch.float64)
-    model = nn.ModuleDict({"attention": attention, "head": head})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
-        ids, x, y = batch(1)
-        with recorder.batch(ids):
-            mixed, _ = attention(x[None], x[None], x[None])
-            F.cross_entropy(head(mixed[0]), y).backward()
-        optimizer.step()
+    model, memory = run(tmp_path / "run", Functional())
+    assert "there was a gradient at step 1, but no event" in only_finding(memory, "a.weight")
+    x = batch(9)[1]
+    dual = memory.dual(model)
+    assert any("a.weight is not exact" in note for note in dual.dualform_notes)
+    assert (memory.dual(model)(x) - model(x)).abs().max() < 1e-12
+
+
+def test_attention_layers_are_left_as_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+    model = nn.Sequential(encoder, nn.Linear(6, 4, dtype=torch.float64))
+    saved = {}
+
+    def save(model: nn.Module, step: int) -> None:
+        saved[step] = copy.deepcopy(model)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 5):
+            ids, x, y = batch(step)
+            with recorder.batch(ids):
+                F.cross_entropy(model(x[:, None])[:, 0], y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            save(model, step)
     memory = dualform.open(tmp_path / "run")
-    assert "there was a gradient at step 1, but no event" in only_finding(memory, "attention.out_proj.weight")
+    assert [weight.name for weight in memory.manifest.weights] == ["0.linear1.weight", "0.linear2.weight", "1.weight"]
+    assert memory.certificate().exact
+    x = batch(9)[1][:, None]
+    for step in (2, 4):
+        for fold in (True, False):
+            dual = memory.dual(model, until=step, fold=fold)
+            assert (dual(x) - saved[step].eval()(x)).abs().max() < 1e-10
+    assert set(memory.attend(model, x)) == {"0.linear1", "0.linear2", "1"}
 
 
 def test_gradients_carried_over_a_step_are_told(tmp_path: Path) -> None:

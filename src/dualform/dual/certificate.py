@@ -45,10 +45,11 @@ class CertificateRow:
 
 
 class Certificate(Sequence[CertificateRow]):
-    """One row for every weight; `exact` when every row is."""
+    """One row for every weight; `exact` when every row is. `failure` says why recording stopped early, if it did."""
 
-    def __init__(self, rows: Sequence[CertificateRow]) -> None:
+    def __init__(self, rows: Sequence[CertificateRow], failure: str | None = None) -> None:
         self._rows = tuple(rows)
+        self.failure = failure
 
     @property
     def exact(self) -> bool:
@@ -71,14 +72,15 @@ class Certificate(Sequence[CertificateRow]):
             residual = "none" if row.residual is None else f"{row.residual:.1e}"
             tail = "yes" if row.exact else f"no: {row.reason}"
             lines.append(f"{row.weight.ljust(width)}  {residual:>9}  {row.rounding:>9.1e}  {tail}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self.failure] if self.failure else [])])
 
 
 def certify(memory: StoredMemory, folds: Folds) -> Certificate:
     """Rebuild every weight from its events and measure the distance, in fp64."""
     needed = any(why_no_values(memory, weight) is None for weight in range(len(memory.manifest.weights)))
     rebuilt = folds.parameters(memory.steps, Selection()) if needed else {}
-    return Certificate([_row(memory, folds, rebuilt, at) for at in range(len(memory.manifest.weights))])
+    rows = [_row(memory, folds, rebuilt, at) for at in range(len(memory.manifest.weights))]
+    return Certificate(rows, memory.manifest.failure)
 
 
 def _row(memory: StoredMemory, folds: Folds, rebuilt: dict[str, Tensor], weight: int) -> CertificateRow:
@@ -116,7 +118,8 @@ def _why_not(
         of = "" if first.parameter == names[0] else f" ({first.parameter})"
         again = f"; {first.count} such findings in all" if first.count > 1 else ""
         return f"{first.reason}{of}{again}"
-    half = memory.journal.flags[:, memory.manifest.parameter(names[0])] & HALF > 0
+    numbers = [memory.manifest.parameter(name) for name in names]
+    half = (memory.journal.flags[:, numbers] & HALF > 0).any(axis=1)
     if half.any():
         name = memory.half_precision(weight) or "half precision"
         return f"from step {int(half.argmax()) + 1} on gradients were computed in {name}: training itself rounds them"
@@ -135,8 +138,10 @@ def _rounding(memory: StoredMemory, names: list[str], size: float, moved: float)
     """eps(dtype) · √steps · ‖W‖ / ‖W_T − c_0 W0 − d_0 v_0‖, with the steps that moved the weight or a bias."""
     numbers = [memory.manifest.parameter(name) for name in names]
     steps = int((memory.journal.flags[:, numbers] & ACTIVE > 0).any(axis=1).sum())
-    if moved == 0.0 or steps == 0:
+    if steps == 0:
         return 0.0
+    if moved == 0.0:
+        return math.inf  # every update was smaller than rounding
     eps = torch.finfo(getattr(torch, memory.manifest.parameters[numbers[0]].dtype)).eps
     return float(eps * math.sqrt(steps) * size / moved)
 

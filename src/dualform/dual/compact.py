@@ -49,7 +49,7 @@ def compact(memory: StoredMemory, folds: Folds, layer: str, rank: int | None) ->
     record = memory.manifest.weights[weight]
     full = min(record.dim_in, record.dim_out)
     rank = full if rank is None else rank
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= full:
+    if isinstance(rank, bool) or not hasattr(rank, "__index__") or not 1 <= rank <= full:
         raise BadCall(f"rank must be a whole number from 1 to {full}, the smaller side of {record.name}, not {rank!r}.")
     parameters = folds.parameters(memory.steps, Selection())
     initial = folds.untouched(record.name, memory.steps)
@@ -61,5 +61,5 @@ def compact(memory: StoredMemory, folds: Folds, layer: str, rank: int | None) ->
         values=(left[:, :rank] * sizes[:rank]).T,
         error=float(sizes[rank:].norm()) / whole if whole else 0.0,
         initial_weight=initial,
-        bias=parameters[use.bias] if use.bias else None,
+        bias=parameters[use.bias].clone() if use.bias else None,
     )

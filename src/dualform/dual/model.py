@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from dualform.errors import BadCall, ModelMismatch
 from dualform.layers import LayerType, layer_type
 from dualform.memory import StoredMemory
-from dualform.queries.attend import DUAL, uses_of
-from dualform.queries.kernels import Kernel
+from dualform.queries.attend import DUAL, is_memorys, uses_of
+from dualform.queries.kernels import Kernel, check_kernel
 from dualform.queries.selection import Selection
 from dualform.queries.spotlight import Attention, Focus
-from dualform.queries.values import Folds, require_values
+from dualform.queries.values import Folds, parameters_of, require_values
 
 logger = logging.getLogger("dualform")
 
@@ -30,11 +30,29 @@ def rebuilt_weights(
     for weight in range(len(memory.manifest.weights)):
         require_values(memory, weight, question)
     rebuilt = folds.parameters(until, Selection().narrowed(memory, where))
+    if not where:
+        _check_sketches(memory, rebuilt, until)
     result: dict[str, Tensor] = {}
     for record in memory.manifest.parameters:
-        tensor = rebuilt[record.name].to(getattr(torch, record.dtype))
-        result |= dict.fromkeys(record.names, tensor)
+        for name in record.names:
+            result[name] = rebuilt[record.name].to(getattr(torch, record.dtype), copy=True)
     return result
+
+
+def _check_sketches(memory: StoredMemory, rebuilt: Mapping[str, Tensor], until: int) -> None:
+    """Tell where a rebuilt parameter is not the one whose sketch was committed at that step."""
+    for at, record in enumerate(memory.manifest.parameters):
+        kept = memory.sketch(at, until)
+        if kept is None or ("sketch", at, until) in memory.told:
+            continue
+        probe = memory.probe(at)
+        sketch = rebuilt[record.name] if probe is None else rebuilt[record.name] @ probe
+        eps = torch.finfo(getattr(torch, record.dtype)).eps
+        distance, size = float((sketch - kept).norm()), float(kept.norm())
+        if distance > 100 * eps * max(until, 1) ** 0.5 * max(size, float(sketch.norm())):
+            memory.told.add(("sketch", at, until))
+            away = distance / max(size, 1e-300)
+            logger.warning("%s rebuilt for step %d is %.1g of its size off its sketch", record.name, until, away)
 
 
 def dual_model(
@@ -49,19 +67,55 @@ def dual_model(
     """A copy of the model for inference, in which the recorded layers are in dual form."""
     if fold and kernel is not None:
         raise BadCall("a kernel needs fold=False: folding the events into a weight is the identity kernel.")
-    copied = copy.deepcopy(model).eval().requires_grad_(False)
-    notes = _load_others(memory, copied, until)
-    if fold:
-        _load(copied, rebuilt_weights(memory, folds, until, where, "dual()"))
-    else:
-        for weight in range(len(memory.manifest.weights)):
-            require_values(memory, weight, "dual()")
+    if not isinstance(model, nn.Module):
+        raise BadCall(f"dual takes the torch.nn.Module that was recorded, not {type(model).__name__}.")
+    check_kernel(kernel)
+    copied = _copy(model)
+    notes = _load_others(memory, copied, until) + _not_exact(memory)
+    for weight in range(len(memory.manifest.weights)):
+        require_values(memory, weight, "dual()")
+    # Folded or not, the weights are those of `until` and `where`: something may use them past their modules.
+    if fold or where or until != memory.steps or not is_memorys(memory, model):
+        rebuilt = rebuilt_weights(memory, folds, until, where, "dual()")
+        _load(copied, rebuilt | _eventless(memory, until, notes))
+    if not fold:
         _swap(memory, copied, where, until, kernel)
     for note in notes:
         logger.info("%s", note)
     setattr(copied, DUAL, memory.manifest.id)
     copied.dualform_notes = tuple(notes)  # type: ignore[assignment]
     return copied
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deep copy for inference, without any attending forward of an earlier dual()."""
+    # Activations that a module keeps in an attribute cannot be copied as they are; their values can.
+    kept = (value for module in model.modules() for value in vars(module).values())
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
+    copied = copy.deepcopy(model, memo).eval().requires_grad_(False)
+    for module in copied.modules():
+        if isinstance(vars(module).get("forward"), AttendingForward):
+            del module.forward
+    return copied
+
+
+def _not_exact(memory: StoredMemory) -> list[str]:
+    return [f"{found.parameter} is not exact: {found.reason}" for found in memory.manifest.findings]
+
+
+def _eventless(memory: StoredMemory, until: int, notes: list[str]) -> dict[str, Tensor]:
+    """Parameters that changed without a single event: their final value is nearer the truth than their first."""
+    result: dict[str, Tensor] = {}
+    for at in range(len(memory.manifest.weights)):
+        names = parameters_of(memory, at)
+        if memory.manifest.events(at) or not any(f.parameter in names for f in memory.manifest.findings):
+            continue
+        for name in names:
+            final = memory.final(name)
+            if final is not None and until > 0:
+                result |= dict.fromkeys(memory.manifest.parameters[memory.manifest.parameter(name)].names, final)
+                notes.append(f"{name} is that of the last step: it changed without any recorded event")
+    return result
 
 
 def _load(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -124,7 +178,11 @@ def _swap(
     modules = dict(model.named_modules())
     for name, (weight, at, use) in uses_of(memory).items():
         kind = layer_type(use.kind)
-        if kind is None or use.module not in modules:
+        module = modules.get(use.module)
+        weight_of = None if module is None else dict(module.named_parameters()).get("weight")
+        record = memory.manifest.weights[weight]
+        fits = weight_of is not None and tuple(weight_of.shape) == (record.dim_out, record.dim_in)
+        if kind is None or module is None or not kind.matches(module) or not fits:
             raise ModelMismatch(
                 f"the model has no layer {name!r} of type {use.kind}, which the memory was recorded from."
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dualform.layers.registry import LinearMap, register
 
@@ -17,15 +18,18 @@ class Linear:
     name = "linear"
 
     def matches(self, module: nn.Module) -> bool:
-        # A subclass with a forward of its own may compute anything; one without is still this map.
-        return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        # A forward of its own (of a subclass, or patched on the instance) may compute anything. The output
+        # projection of nn.MultiheadAttention is never called: torch uses its weight directly.
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        return plain and "forward" not in vars(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
     def maps(self, module: nn.Module) -> Sequence[LinearMap]:
         # A parametrised weight is a computed tensor, not a parameter of the module: nothing accumulates in it.
         if module._parameters.get("weight") is None:
             return ()
-        bias = "bias" if module._parameters.get("bias") is not None else None
-        return (LinearMap("", "weight", bias),)
+        if module._parameters.get("bias") is not None:
+            return (LinearMap("", "weight", "bias"),)
+        return (LinearMap("", "weight", None),) if getattr(module, "bias", None) is None else ()
 
     def leading(self, stored: Tensor) -> tuple[int, ...]:
         return tuple(stored.shape[:-1])

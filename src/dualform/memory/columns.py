@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,24 @@ class Column:
                 f"a column cannot be called {name!r}: names are letters, digits and _, "
                 f"and {', '.join(RESERVED)} are always there."
             )
+        refused = BadCall(f"column {name!r} must be an array of numbers or texts indexed by example id.")
+        if isinstance(array, (str, bytes, Mapping, Set)) or not hasattr(array, "__len__"):
+            raise refused
         if not isinstance(array, Tensor):
-            array = np.asarray(array)
-            if array.dtype.kind in "UOS":
-                return cls._of_texts(name, [str(item) for item in array.tolist()])
-            if array.dtype.kind in "biuf":
-                array = torch.from_numpy(np.require(array, requirements=("C", "W")))
-        if not isinstance(array, Tensor) or array.ndim == 0 or not storable(array.dtype):
-            raise BadCall(f"column {name!r} must be an array of numbers or texts indexed by example id.")
+            if all(isinstance(item, str) for item in array) and len(array):
+                return cls._of_texts(name, [str(item) for item in array])
+            try:
+                array = np.asarray(array)
+                if array.dtype.kind in "ui" and array.dtype.itemsize in (2, 4, 8):
+                    array = array.astype(np.int64, casting="safe" if array.dtype != np.uint64 else "unsafe")
+                if array.dtype.kind in "biuf":
+                    array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+            except (TypeError, ValueError):
+                raise refused from None
+        if not isinstance(array, Tensor) or array.ndim == 0 or array.layout != torch.strided:
+            raise refused
+        if not storable(array.dtype):
+            raise refused
         return cls(name, array.detach().cpu().contiguous())
 
     @classmethod
@@ -63,6 +74,9 @@ class Column:
         if self.values.ndim != 1:
             raise BadQuery(f"column {self.name!r} has shape {list(self.values.shape)}: it cannot form groups.")
         values, codes = torch.unique(self.values, return_inverse=True)
+        if values.is_floating_point():
+            codes = torch.where(self.values.isnan(), -1, codes)  # NaN is no group
+            values = values[~values.isnan()]
         return values.tolist(), codes
 
     def code(self, value: Any) -> Any:
@@ -78,6 +92,7 @@ class Column:
 
 def write_column(root: Path, column: Column) -> None:
     """Commit a column durably; it replaces one of the same name."""
+    (root / "examples").mkdir(exist_ok=True)
     metadata = {} if column.categories is None else {"categories": json.dumps(column.categories)}
     write_sealed(root / "examples" / f"{column.name}.safetensors", {"values": column.values}, metadata)
 

@@ -6,8 +6,8 @@ at its first touch, so that a damaged byte is told before it can become a wrong 
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,12 +119,17 @@ def sync_directory(path: Path) -> None:
 def write_atomically(path: Path, pieces: Iterable[memoryview | bytes]) -> None:
     """Write a file so that it is there whole and durable, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # on a full disk its room is needed
+        raise
     sync_directory(path.parent)
 
 
@@ -180,33 +185,40 @@ class TensorFile:
         if not check:
             return
         if record is None:
-            unseal(self._map[:], self.path)
+            unseal(bytes(self._raw(0, len(self._map))), self.path)
         else:
             self._check(0, 8)
         self.metadata, self._entries, self._start = self._header()
 
-    def _open(self) -> mmap.mmap:
+    def _open(self) -> Tensor:
         try:
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < 8 or (self._record is not None and size != self._record.bytes):
-                    expected = f"{self._record.bytes:,}" if self._record else "at least 8"
-                    raise DamagedMemory(
-                        f"{self.path} is truncated or was edited: it should have {expected} bytes and has {size:,}."
-                    )
-                # A private mapping: torch wants a writable buffer, and nothing written ever reaches the file.
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
-            raise DamagedMemory(f"{self.path} is missing: the manifest names it.") from None
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise DamagedMemory(f"{self.path} is missing: the manifest names it ({error.strerror}).") from None
+        if size < 8 or (self._record is not None and size != self._record.bytes):
+            expected = f"{self._record.bytes:,}" if self._record else "at least 8"
+            raise DamagedMemory(
+                f"{self.path} is truncated or was edited: it should have {expected} bytes and has {size:,}."
+            )
+        # A private mapping that keeps no descriptor open: a long run has thousands of segments.
+        try:
+            storage = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=size)
+        except RuntimeError as error:
+            raise DamagedMemory(f"{self.path} cannot be mapped: {error}.") from None
+        assert isinstance(storage, torch.UntypedStorage)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+    def _raw(self, begin: int, end: int) -> memoryview:
+        return self._map[begin:end].numpy().data
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, list[int], int]], int]:
-        length = int.from_bytes(self._map[:8], "little")
+        length = int.from_bytes(self._raw(0, 8), "little")
         start = 8 + length
         if start > len(self._map):
             raise DamagedMemory(f"{self.path} is damaged: its header is longer than the file.")
         self._check(0, start)
         try:
-            header = json.loads(self._map[8:start])
+            header = json.loads(bytes(self._raw(8, start)))
             metadata = header.pop("__metadata__", {})
             entries = {}
             for name, entry in header.items():
@@ -218,7 +230,7 @@ class TensorFile:
                 if not 0 <= begin <= end <= len(self._map) - start or end - begin != count * dtype.itemsize:
                     raise ValueError(name)
                 entries[name] = (dtype, shape, begin)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedMemory(f"{self.path} is damaged: its header cannot be read ({error}).") from None
         return metadata, entries, start
 
@@ -236,9 +248,9 @@ class TensorFile:
 
     def _chunk_is_whole(self, chunk: int) -> bool:
         assert self._record is not None
-        with memoryview(self._map) as view, view[chunk * CHUNK : (chunk + 1) * CHUNK] as data:
-            expected = self._record.checksums[chunk] if chunk < len(self._record.checksums) else ""
-            return xxhash.xxh3_64_hexdigest(data) == expected
+        data = self._raw(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self._map)))
+        expected = self._record.checksums[chunk] if chunk < len(self._record.checksums) else ""
+        return xxhash.xxh3_64_hexdigest(data) == expected
 
     def damaged_chunks(self) -> list[int]:
         """Every chunk whose checksum does not match, all of them read anew."""
@@ -283,5 +295,4 @@ class TensorFile:
         if length == 0:
             return torch.empty(result_shape, dtype=dtype)
         self._check(at, at + length)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=length // dtype.itemsize, offset=at)
-        return flat.reshape(result_shape)
+        return self._map[at : at + length].view(dtype).reshape(result_shape)

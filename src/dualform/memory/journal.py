@@ -98,6 +98,11 @@ class Journal:
         return self._joined("journal/settings", empty, torch.float64).numpy()
 
     @cached_property
+    def optimizers(self) -> Int64[np.ndarray, " steps"]:
+        """The number of the optimiser that made each step."""
+        return self._joined("journal/optimizer", (0,), torch.int64).numpy()
+
+    @cached_property
     def flags(self) -> UInt8[np.ndarray, "steps parameters"]:
         """The flags of every step for every parameter (see optimizers)."""
         return self._joined("journal/flags", (0, self._parameters), torch.uint8).numpy()

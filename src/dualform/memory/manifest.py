@@ -108,10 +108,6 @@ class Manifest:
     failure: str | None = None
     format: int = field(default=FORMAT)
 
-    def weight(self, name: str) -> tuple[int, WeightRecord]:
-        """The number and record of a weight by its parameter name."""
-        return next((i, w) for i, w in enumerate(self.weights) if w.name == name)
-
     def parameter(self, name: str) -> int:
         """The number of a parameter by its name."""
         return next(i for i, p in enumerate(self.parameters) if p.name == name)
@@ -133,6 +129,8 @@ def read_manifest(root: Path) -> Manifest:
     path = root / MANIFEST
     try:
         text = path.read_bytes()
+    except IsADirectoryError:
+        raise DamagedMemory(f"{path} is a directory, not a manifest. Restore it from a copy.") from None
     except (FileNotFoundError, NotADirectoryError):
         if not root.exists():
             raise BadMemory(f"there is no directory {root}. Pass the path that was given to record().") from None
@@ -142,7 +140,7 @@ def read_manifest(root: Path) -> Manifest:
         ) from None
     try:
         version = json.loads(text).get("format")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise DamagedMemory(f"{path} is damaged: it is not a JSON object. Restore it from a copy.") from None
     if isinstance(version, int) and version > FORMAT:
         raise NewerFormat(
@@ -158,7 +156,38 @@ def read_manifest(root: Path) -> Manifest:
     for record in files:
         if not _FILES.fullmatch(record.file):
             raise DamagedMemory(f"{path} names a file {record.file!r} that no memory has: not opened.")
+    wrong = _contradiction(manifest)
+    if wrong:
+        raise DamagedMemory(f"{path} contradicts itself: {wrong}. Restore it from a copy.")
     return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """What in a manifest cannot be, though every part of it has the right type; None where all is well."""
+    parameters = {record.name for record in manifest.parameters}
+    weights = len(manifest.weights)
+    if not weights or len(parameters) != len(manifest.parameters):
+        return "it has no weights, or two parameters of one name"
+    for parameter in manifest.parameters:
+        if parameter.dtype not in ("float64", "float32", "bfloat16", "float16"):
+            return f"{parameter.name} has the dtype {parameter.dtype!r}"
+        if not -1 <= parameter.optimizer < len(manifest.optimizers):
+            return f"{parameter.name} belongs to an optimiser that is not there"
+    for weight in manifest.weights:
+        if not weight.uses or any(name not in parameters for name in (weight.name, *_biases(weight))):
+            return f"the weight {weight.name!r} has no use or no parameter"
+    step, events = 0, [0] * weights
+    for segment in manifest.segments:
+        if (segment.first_step, list(segment.first_events)) != (step + 1, events) or segment.last_step <= step:
+            return f"{segment.file.file} does not follow the segment before it"
+        if len(segment.events) != weights or min(segment.events) < 0:
+            return f"{segment.file.file} has the wrong number of weights"
+        step, events = segment.last_step, [a + b for a, b in zip(events, segment.events, strict=True)]
+    return None if manifest.steps == step else f"it counts {manifest.steps} steps, its segments {step}"
+
+
+def _biases(weight: WeightRecord) -> list[str]:
+    return [use.bias for use in weight.uses if use.bias is not None]
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

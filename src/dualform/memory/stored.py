@@ -33,7 +33,7 @@ class StoredMemory:
         self._segments = [TensorFile(self.path, segment.file) for segment in self.manifest.segments]
         self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
         self._columns: dict[str, Column] = {}
-        self.told: set[int] = set()
+        self.told: set[object] = set()
 
     @cached_property
     def journal(self) -> Journal:
@@ -54,13 +54,13 @@ class StoredMemory:
         final = [self.manifest.final] if self.manifest.final else []
         return [self.manifest.initial, *(segment.file for segment in self.manifest.segments), *final]
 
-    def end(self, until: int | None) -> int:
+    def end(self, until: Any) -> int:
         """`until` as a step number, the last committed one by default."""
         if until is None:
             return self.steps
-        if isinstance(until, bool) or not isinstance(until, int) or not 0 <= until <= self.steps:
+        if isinstance(until, bool) or not hasattr(until, "__index__") or not 0 <= until <= self.steps:
             raise BadCall(f"until must be a step from 0 to {self.steps} (the last committed one), not {until!r}.")
-        return until
+        return int(until)
 
     def require_events(self) -> None:
         """EmptyMemory where no step was ever committed."""

@@ -44,6 +44,8 @@ def prepare_directory(path: Path) -> None:
     try:
         for part in ("segments", "examples"):
             (path / part).mkdir(parents=True, exist_ok=True)
+        for leftover in (path / "examples").glob("*.safetensors"):
+            leftover.unlink()  # a column of a run that never began
         sync_directory(path)
     except OSError as error:
         raise BadMemory(f"cannot make the directory {path}: {error.strerror}.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,15 @@ def find_map(memory: StoredMemory, layer: str) -> str:
     raise BadQuery(f"{layer!r} {detail}.")
 
 
+def is_memorys(memory: StoredMemory, model: nn.Module) -> bool:
+    """Whether the model has the weights of the memory's last step."""
+    try:
+        check_model(memory, model)
+    except ModelMismatch:
+        return False
+    return True
+
+
 def check_model(memory: StoredMemory, model: nn.Module) -> None:
     """ModelMismatch where the model's weights are not those of the memory's last step."""
     if getattr(model, DUAL, None) == memory.manifest.id:
@@ -67,6 +77,24 @@ def check_model(memory: StoredMemory, model: nn.Module) -> None:
                 f"{distance / max(float(kept.norm()), 1e-300):.2g} of its size. Pass the model as it was at the end of "
                 "recording, attend(…, until=s) for another step, or check=False to use its queries all the same."
             )
+    _check_others(memory, model)
+
+
+def _check_others(memory: StoredMemory, model: nn.Module) -> None:
+    """ModelMismatch where an unrecorded parameter or buffer is not the stored one."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, kept in memory.others(memory.steps)[0].items():
+        tensor = tensors.get(name)
+        if tensor is None or name.endswith("num_batches_tracked"):
+            continue
+        same = tensor.shape == kept.shape and torch.allclose(
+            tensor.detach().cpu().double(), kept.double(), rtol=1e-4, atol=1e-6, equal_nan=True
+        )
+        if not same:
+            raise ModelMismatch(
+                f"the model is not the memory's: {name}, which is not recorded but stored, differs from step "
+                f"{memory.steps}. Pass the model as it was at the end of recording, or check=False."
+            )
 
 
 def attend(memory: StoredMemory, model: nn.Module, inputs: Any, until: int, batch_size: int | None) -> Spotlight:
@@ -86,7 +114,7 @@ def attend(memory: StoredMemory, model: nn.Module, inputs: Any, until: int, batc
         for name, (_, _, use) in uses.items():
 
             def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                gathered[name][-1].append((args[0] if args else kwargs["input"]).detach().clone())
+                gathered[name][-1].append(_real(args[0] if args else kwargs["input"]).detach().clone())
 
             handles.append(modules[use.module].register_forward_pre_hook(keep, with_kwargs=True))
         model.eval()
@@ -118,8 +146,19 @@ def given_queries(memory: StoredMemory, queries: Any, until: int) -> Spotlight:
     for layer, tensor in queries.items():
         name = find_map(memory, layer)
         weight, at, use = uses[name]
-        attentions[name] = Attention(_focus(memory, weight, at, use, [[torch.as_tensor(tensor)]], until))
+        attentions[name] = Attention(_focus(memory, weight, at, use, [[_real(tensor)]], until))
     return Spotlight(attentions, list(uses), lambda layer: find_map(memory, layer))
+
+
+def _real(queries: Any) -> Tensor:
+    """Queries as a real floating-point tensor; whole numbers are taken as such."""
+    try:
+        tensor = torch.as_tensor(queries)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadQuery(f"queries must be a tensor of numbers, not {type(queries).__name__}.") from None
+    if tensor.is_complex():
+        raise BadQuery("queries must be real numbers, not complex ones.")
+    return tensor if tensor.is_floating_point() else tensor.to(torch.float32)
 
 
 def _batches(inputs: Any, batch_size: int | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -129,7 +168,7 @@ def _batches(inputs: Any, batch_size: int | None) -> Iterator[tuple[tuple[Any, .
     if not tensors:
         raise BadCall("attend needs inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.")
     sizes = {len(t) for t in tensors if t.ndim > 0}
-    if batch_size is None or len(sizes) != 1:
+    if batch_size is None or len(sizes) != 1 or all(t.ndim < 2 for t in tensors):
         yield args, kwargs
         return
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -163,10 +202,13 @@ def _focus(
             shape = ()
     else:
         # Calls of different shapes have no common leading dimensions: a plain list of queries.
-        rows = torch.cat([kind.keys(tensor) for batch in batches for tensor in batch])
+        # In the order of the calls whatever the batches, which a call may have had more or fewer of.
+        rounds = itertools.zip_longest(*batches)
+        rows = torch.cat([kind.keys(tensor) for call in rounds for tensor in call if tensor is not None])
         shape = (len(rows),)
     width = memory.manifest.weights[weight].dim_in
     if rows.shape[1] != width:
-        raise BadQuery(f"queries of {use.map} must have width {width}, its number of inputs, not {rows.shape[1]}.")
-    rows = rows if rows.is_floating_point() else rows.to(torch.float32)
+        raise BadQuery(
+            f"queries of {use.map or 'the model'} must have width {width}, its number of inputs, not {rows.shape[1]}."
+        )
     return Focus(memory, weight, at, rows, shape, until, Selection())

@@ -37,16 +37,17 @@ class KernelSum:
         used = (weight != 0) | (bias != 0)
         block, weight, bias = block.select(used), weight[used], bias[used]
         assert block.gradients is not None
+        if len(block) == 0:
+            return
         gradients = block.gradients.double()
         self._add(products(block.keys, self._queries), gradients * weight[:, None])
         self._bias += bias @ gradients
 
     def _add(self, alphas: Float64[Tensor, "queries events"], values: Float64[Tensor, "events dim_out"]) -> None:
         weights = alphas if self._kernel is None else self._kernel(alphas)
-        if weights.shape != alphas.shape:
-            raise BadQuery(
-                f"a kernel must keep the shape of its scores {list(alphas.shape)}, not {list(weights.shape)}."
-            )
+        if not isinstance(weights, Tensor) or weights.shape != alphas.shape or weights.is_complex():
+            found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise BadQuery(f"a kernel must keep the shape of its scores {list(alphas.shape)}, not {found}.")
         self._sum += weights.double() @ values
 
     def merge(self, other: KernelSum) -> None:
@@ -68,8 +69,6 @@ class SoftmaxSum(KernelSum):
         self._normaliser = torch.zeros(len(self._queries), 1, dtype=torch.float64)
 
     def _add(self, alphas: Float64[Tensor, "queries events"], values: Float64[Tensor, "events dim_out"]) -> None:
-        if alphas.shape[1] == 0:
-            return
         largest = torch.maximum(self._largest, alphas.amax(dim=1, keepdim=True))
         weights = (alphas - largest).exp()
         self._rescale(largest)
@@ -77,7 +76,9 @@ class SoftmaxSum(KernelSum):
         self._sum += weights @ values
 
     def _rescale(self, largest: Tensor) -> None:
-        shrink = (self._largest - largest).exp()
+        shrink = torch.where(
+            self._largest.isinf(), 0.0, (self._largest - largest).exp()
+        )  # nothing yet: nothing to keep
         self._sum, self._normaliser, self._largest = self._sum * shrink, self._normaliser * shrink, largest
 
     def merge(self, other: KernelSum) -> None:
@@ -94,10 +95,15 @@ class SoftmaxSum(KernelSum):
         return self._sum / self._normaliser.clamp_min(1e-300) + self._bias
 
 
+def check_kernel(kernel: Kernel | None) -> None:
+    """BadQuery for what is no kernel."""
+    if kernel is not None and kernel != "softmax" and not callable(kernel):
+        raise BadQuery(f"kernel must be 'softmax' or a function of a block of scores, not {kernel!r}.")
+
+
 def output_reducer(kernel: Kernel | None, queries: Tensor, coefficients: Coefficients, dim_out: int) -> KernelSum:
     """The reducer for a kernel: None for the dual form itself, "softmax", or a function of blocks of scores."""
-    if kernel == "softmax":
+    check_kernel(kernel)
+    if isinstance(kernel, str):
         return SoftmaxSum(queries, coefficients, dim_out)
-    if kernel is None or callable(kernel):
-        return KernelSum(queries, coefficients, dim_out, kernel)
-    raise BadQuery(f"kernel must be 'softmax' or a function of a block of scores, not {kernel!r}.")
+    return KernelSum(queries, coefficients, dim_out, kernel)

@@ -15,6 +15,7 @@ from dualform.queries.selection import Grouping
 
 ORDERS = ("largest", "smallest", "absolute")
 NOTHING = -1
+MOST = 20_000_000
 
 
 @runtime_checkable
@@ -41,10 +42,13 @@ def check_order(order: str) -> None:
         raise BadQuery(f"order must be one of {', '.join(map(repr, ORDERS))}, not {order!r}.")
 
 
-def check_count(k: int) -> None:
-    """BadQuery for a k that is not a positive whole number."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+def check_count(k: Any, queries: int) -> int:
+    """k as a number; BadQuery where it is not a positive whole one, or where the answer would not fit."""
+    if isinstance(k, bool) or not hasattr(k, "__index__") or k < 1:
         raise BadQuery(f"k must be a whole number of at least 1, not {k!r}.")
+    if int(k) * max(queries, 1) > MOST:
+        raise BadQuery(f"the top {int(k):,} of {queries:,} queries are more than fits; at most {MOST:,} in all.")
+    return int(k)
 
 
 class Top:
@@ -55,7 +59,7 @@ class Top:
     def __init__(self, scorer: Scorer, k: int, order: str = "largest") -> None:
         self._scorer, self._k, self._order = scorer, k, order
         queries = len(scorer.queries)
-        self.scores: Float32[Tensor, "queries kept"] = torch.empty(queries, 0)
+        self.scores: Float32[Tensor, "queries kept"] = torch.empty(queries, 0, dtype=torch.float32)
         self.numbers: Int64[Tensor, "queries kept fields"] = torch.empty(
             queries, 0, len(self.FIELDS), dtype=torch.int64
         )
@@ -75,7 +79,7 @@ class Top:
     def _add(self, scores: Tensor, numbers: Tensor) -> None:
         # Preselect: everything at least as good as the block's k-th best, so that ties are decided by event.
         keys = rank_keys(scores, self._order)
-        if keys.shape[1] > 4 * self._k:
+        if len(keys) and keys.shape[1] > 4 * self._k:
             worst = keys.topk(self._k, dim=1).values[:, -1:].amin(dim=0)
             some = (keys >= worst).any(dim=0)
             scores, numbers = scores[:, some], numbers[:, some]
@@ -100,11 +104,12 @@ class TopWithin:
     def __init__(self, scorer: Scorer, k: int, order: str, grouping: Grouping) -> None:
         self._grouping = grouping
         self._tops = [Top(scorer, k, order) for _ in grouping.groups]
+        self._empty = Top(scorer, k, order)
 
     @property
     def nan(self) -> Int64[Tensor, " queries"]:
         """How many scores of every query were NaN."""
-        return sum((top.nan for top in self._tops), torch.zeros((), dtype=torch.int64))
+        return sum((top.nan for top in self._tops), self._empty.nan)
 
     def update(self, block: Block) -> None:
         codes = self._grouping.codes(block)
@@ -120,6 +125,9 @@ class TopWithin:
     def result(self) -> tuple[Float32[Tensor, "queries groups k"], Int64[Tensor, "queries groups k fields"]]:
         """As for Top, with the groups as the second dimension."""
         results = [top.result() for top in self._tops]
+        if not results:
+            scores, numbers = self._empty.result()
+            return scores[:, None][:, :0], numbers[:, None][:, :0]
         return torch.stack([s for s, _ in results], dim=1), torch.stack([n for _, n in results], dim=1)
 
 
@@ -194,4 +202,5 @@ class AllScores:
 
     def result(self) -> Float32[Tensor, "queries events"]:
         """All scores."""
-        return torch.cat([torch.empty(len(self._scorer.queries), 0), *self._parts], dim=1)
+        nothing = torch.empty(len(self._scorer.queries), 0, dtype=torch.float32)
+        return torch.cat([nothing, *self._parts], dim=1)

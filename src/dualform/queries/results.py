@@ -62,7 +62,8 @@ class _Answer:
         header, rows = self._rows()
         cells = "".join(f"<th>{escape(name)}</th>" for name in header)
         body = "".join("<tr>" + "".join(f"<td>{escape(_short(c))}</td>" for c in row) + "</tr>" for row in rows[:20])
-        return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+        more = f"<p>… {len(rows) - 20:,} more rows</p>" if len(rows) > 20 else ""
+        return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
 def _short(cell: Any) -> str:

@@ -33,14 +33,18 @@ def scores(
     >>> scores(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    near = products(keys, queries)
+    near = products(keys, queries) + 0.0  # a sum of zeros is +0, in whatever order it was formed
     key_norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
     query_norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
     # Any order of summing d products errs by at most d units of Σ|x||q| ≤ ‖x‖‖q‖; the rest is for the bound itself.
     error = (keys.shape[1] + 4) * _UNIT * query_norms[:, None] * key_norms + _TINY
     low, high = (near - error).float(), (near + error).float()
     result = near.float()
-    unsure = (low != high) & near.isfinite()
+    unsure = low != high
+    if not bool(near.isfinite().all()):
+        # NaN and infinity are certain where an input holds them, and an overflow of fp64 where none does.
+        tame = queries.isfinite().all(dim=1)[:, None] & keys.isfinite().all(dim=1)
+        unsure = (unsure | ~near.isfinite()) & tame
     if bool(unsure.any()):
         at_query, at_key = unsure.nonzero(as_tuple=True)
         result[at_query, at_key] = _exact(keys, queries, at_key, at_query)
@@ -74,20 +78,23 @@ def _exact(
 def _exact_rows(x: Tensor, q: Tensor, exact_products: bool) -> Float32[Tensor, " pairs"]:
     terms = x * q
     size = terms.abs().sum(dim=1)
-    total, rest = torch.zeros(len(x), dtype=torch.float64), torch.zeros(len(x), dtype=torch.float64)
+    total, rest, lost = (torch.zeros(len(x), dtype=torch.float64) for _ in range(3))
     for term in terms.unbind(1):
         # Knuth's two-sum: total + error is exactly total + term.
         both = total + term
         shadow = both - total
-        rest = rest + ((total - (both - shadow)) + (term - shadow))
+        error = (total - (both - shadow)) + (term - shadow)
+        rest, lost = rest + error, lost + error.abs()
         total = both
     near = total + rest
     error = 2 * _UNIT * near.abs() + (x.shape[1] * _UNIT) ** 2 * size
     if not exact_products:
         error = error + x.shape[1] * _UNIT * size + _TINY
+    # Where no product and no addition lost anything, the sum is exact.
+    error = torch.where((lost == 0) & exact_products, 0.0, error)
     low, high = (near - error).float(), (near + error).float()
-    result = near.float()
-    for at in ((low != high) & (size > 0)).nonzero()[:, 0].tolist():
+    result = near.float() + 0.0
+    for at in (((low != high) | ~near.isfinite()) & (size > 0)).nonzero()[:, 0].tolist():
         pairs = zip(x[at].tolist(), q[at].tolist(), strict=True)
         result[at] = _nearest(sum((Fraction(a) * Fraction(b) for a, b in pairs), Fraction(0)))
     return result
@@ -95,10 +102,11 @@ def _exact_rows(x: Tensor, q: Tensor, exact_products: bool) -> Float32[Tensor, "
 
 def _nearest(value: Fraction) -> float:
     """The fp32 number nearest to an exact value, ties to even."""
-    with np.errstate(over="ignore"):
-        guess = np.float32(float(value))
-    if not np.isfinite(guess):
-        return float(guess)
+    border = Fraction(2**128 - 2**103)  # half-way between the largest fp32 number and the next power of two
+    if abs(value) >= border:
+        return float("inf") if value > 0 else float("-inf")
+    largest = float(np.finfo(np.float32).max)
+    guess = np.float32(min(max(float(value), -largest), largest))
     with np.errstate(over="ignore"):
         around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     finite = [c for c in around if np.isfinite(c)]

@@ -79,13 +79,20 @@ class NormScorer:
     coefficients: Coefficients
 
     def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
-        sizes = square_norms(_gradients(block)).double().sqrt() * self.coefficients.of_events(block)[0].abs()
-        return (scores(block.keys, self.queries).double().abs() * sizes).float()
+        # Brought near 1 by a power of two first: squares of small or large gradients would leave the range of fp32.
+        gradients = _gradients(block).double()
+        exponents = gradients.abs().amax(dim=1, keepdim=True).frexp().exponent
+        norms = square_norms(gradients.ldexp(-exponents)).double().sqrt().ldexp(exponents[:, 0])
+        return self._weighted(scores(block.keys, self.queries).double(), norms, block).float()
 
     def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
-        sizes: Tensor = torch.linalg.vector_norm(_gradients(block), dim=1, dtype=torch.float64)
-        sizes = sizes * self.coefficients.of_events(block)[0].abs()
-        return products(block.keys, self.queries).abs() * sizes
+        norms = torch.linalg.vector_norm(_gradients(block), dim=1, dtype=torch.float64)
+        return self._weighted(products(block.keys, self.queries), norms, block)
+
+    def _weighted(self, alphas: Tensor, norms: Tensor, block: Block) -> Tensor:
+        coefficients = self.coefficients.of_events(block)[0].abs()
+        # A dropped pass (coefficient 0) may hold infinities; it adds nothing.
+        return torch.where(coefficients == 0, 0.0, alphas.abs() * norms * coefficients)
 
     def alphas(self, block: Block) -> Float64[Tensor, "queries events"]:
         """α_t in fp64, for sums of whole contributions."""

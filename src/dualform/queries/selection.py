@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from dualform.blocks import Block
 from dualform.errors import BadQuery
 from dualform.memory import StoredMemory
 
+MANY = 5_000_000
 _OF_BLOCK = ("step", "example", "position")
 
 
@@ -39,24 +42,31 @@ class Condition:
 
 
 def _matches(values: Tensor, wanted: Any, column: str) -> Bool[Tensor, "..."]:
-    if isinstance(wanted, slice):
-        if wanted.step not in (None, 1):
-            raise BadQuery(f"where({column}=slice(…)) takes a start and a stop, no step.")
-        holds = torch.ones_like(values, dtype=torch.bool)
-        if wanted.start is not None:
-            holds &= values >= wanted.start
-        if wanted.stop is not None:
-            holds &= values < wanted.stop
-        return holds
+    """Which values are equal to the wanted one, among several, or inside a slice (start ≤ value < stop)."""
+    # In the widest type of their kind: a narrow one would wrap around what it cannot hold.
+    values = values.double() if values.is_floating_point() and values.dtype != torch.float32 else values
+    values = values if values.is_floating_point() else values.to(torch.int64)
+    if isinstance(wanted, slice) and wanted.step not in (None, 1):
+        raise BadQuery(f"where({column}=slice(…)) takes a start and a stop, no step.")
     try:
+        if isinstance(wanted, slice):
+            holds = torch.ones_like(values, dtype=torch.bool)
+            if wanted.start is not None:
+                holds &= values >= wanted.start
+            if wanted.stop is not None:
+                holds &= values < wanted.stop
+            return holds
+        if isinstance(wanted, (set, frozenset)):
+            wanted = list(wanted)
         # By way of numpy, where a plain float has 64 bits: as fp32 it would equal no fp64 value.
         found: Tensor = wanted if isinstance(wanted, Tensor) else torch.as_tensor(np.asarray(wanted))
+        if found.is_complex() or found.ndim > 1:
+            raise TypeError
+        found = found.to(torch.int64) if found.dtype == torch.bool else found
+        common = values.dtype if values.is_floating_point() else torch.promote_types(values.dtype, found.dtype)
+        return torch.isin(values.to(common), found.to(common))
     except (TypeError, ValueError, RuntimeError):
-        raise BadQuery(
-            f"column {column!r} holds numbers ({values.dtype}); where({column}={wanted!r}) does not fit."
-        ) from None
-    common = values.dtype if values.is_floating_point() else torch.promote_types(values.dtype, found.dtype)
-    return torch.isin(values.to(common), found.to(common))
+        raise BadQuery(f"column {column!r} holds numbers; where({column}={wanted!r}) does not fit.") from None
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class Selection:
 
         Values: one value, a list of values, a slice (start ≤ value < stop), or a boolean array over examples.
         """
+        if where is not None and not isinstance(where, Mapping):
+            raise BadQuery(f"where is a dict from columns to values, not {where!r}.")
         added = tuple(_condition(memory, column, value) for column, value in (where or {}).items())
         return Selection(self.conditions + added)
 
@@ -83,27 +95,40 @@ class Selection:
         return block
 
 
-def _condition(memory: StoredMemory, name: str, value: Any) -> Condition:
-    if not isinstance(value, Tensor) and isinstance(value, (np.ndarray, list)):
+def _mask(value: Any) -> Bool[Tensor, "..."] | None:
+    """A boolean array, whatever kind of sequence it comes as; None for anything else."""
+    if isinstance(value, (str, slice, set, frozenset)):
+        return None
+    if isinstance(value, Tensor):
+        return value if value.dtype == torch.bool and value.ndim > 0 else None
+    try:
         array = np.asarray(value)
-        if array.dtype == np.bool_:
-            value = torch.from_numpy(array)
-    if isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim == 1:
-        if len(value) < memory.manifest.examples:
+    except ValueError:
+        return None
+    return torch.from_numpy(array.copy()) if array.dtype == np.bool_ and array.ndim > 0 else None
+
+
+def _condition(memory: StoredMemory, name: str, value: Any) -> Condition:
+    column = None if name in _OF_BLOCK else memory.column(name)
+    mask = _mask(value)
+    among = column is not None and column.values.dtype == torch.bool and mask is not None and len(mask) < len(column)
+    if mask is not None and not among:
+        if mask.ndim != 1 or len(mask) < memory.manifest.examples or name in ("step", "position"):
             raise BadQuery(
                 f"where({name}=mask): a boolean array needs an entry for each of the {memory.manifest.examples:,} "
-                f"examples; this one has {len(value):,}."
+                f"examples and chooses among them; this one has shape {list(mask.shape)}."
             )
-        return Condition(name, value)
-    if name in _OF_BLOCK:
+        return Condition(name, mask)
+    if column is None:
         return Condition(name, None, value)
-    column = memory.column(name)
     if column.values.ndim != 1:
         raise BadQuery(f"column {name!r} has shape {list(column.values.shape)}: it cannot choose events.")
-    if column.categories is not None and not isinstance(value, slice):
-        many = isinstance(value, (list, tuple, set, np.ndarray))
-        value = [column.code(item) for item in value] if many else column.code(value)
-    return Condition(name, _matches(column.values, list(value) if isinstance(value, set) else value, name))
+    if column.categories is not None:
+        if isinstance(value, slice):
+            raise BadQuery(f"column {name!r} holds texts: where({name}=…) takes a text or a list of texts, no slice.")
+        many = isinstance(value, (list, tuple, set, frozenset, np.ndarray))
+        value = [column.code(item) for item in value] if many else [column.code(value)]
+    return Condition(name, _matches(column.values, value, name))
 
 
 @dataclass(frozen=True)
@@ -111,17 +136,17 @@ class Grouping:
     """Groups of events by one or several columns; a column that has no value for an event puts it nowhere."""
 
     names: tuple[str, ...]
-    groups: tuple[Any, ...]
+    groups: Sequence[Any]
     _tables: tuple[Int64[Tensor, " examples"] | None, ...]
     _sizes: tuple[int, ...]
 
     @classmethod
     def by(cls, memory: StoredMemory, columns: str | tuple[str, ...]) -> Grouping:
         """Grouping by a column, or by a tuple of columns (every combination is a group)."""
-        names = (columns,) if isinstance(columns, str) else tuple(columns)
-        if not names:
-            raise BadQuery("by and within take a column or a tuple of columns.")
-        values: list[list[Any]] = []
+        names = (columns,) if isinstance(columns, str) else tuple(columns) if isinstance(columns, tuple | list) else ()
+        if not names or not all(isinstance(name, str) for name in names):
+            raise BadQuery(f"by and within take a column or a tuple of columns, not {columns!r}.")
+        values: list[Sequence[Any]] = []
         tables: list[Tensor | None] = []
         for name in names:
             if name in _OF_BLOCK:
@@ -130,17 +155,19 @@ class Grouping:
                     "example": memory.manifest.examples,
                     "position": memory.manifest.positions,
                 }
-                values.append(list(range(sizes[name])))
+                values.append(range(sizes[name]))
                 tables.append(None)
             else:
                 found, codes = memory.column(name).groups
-                values.append(found)
+                values.append(tuple(found))
                 tables.append(codes)
-        groups: list[Any] = [()]
-        for options in values:
-            groups = [(*group, option) for group in groups for option in options]
-        flat = tuple(group[0] for group in groups) if isinstance(columns, str) else tuple(groups)
-        return cls(names, flat, tuple(tables), tuple(len(options) for options in values))
+        count = math.prod(len(options) for options in values)
+        if count > MANY:
+            raise BadQuery(
+                f"grouping by {', '.join(names)} makes {count:,} groups; at most {MANY:,} are summed at once."
+            )
+        groups = values[0] if isinstance(columns, str) else tuple(itertools.product(*values))
+        return cls(names, groups, tuple(tables), tuple(len(options) for options in values))
 
     def codes(self, block: Block) -> Int64[Tensor, " events"]:
         """The number of each event's group; −1 for none."""

@@ -106,7 +106,7 @@ class _Questions:
         Order: score descending, then event ascending. `order="absolute"` ranks by magnitude; `absolute=True`
         sums magnitudes (only with `by`). Fewer than k: padded with event −1 and score NaN.
         """
-        check_count(k)
+        k = check_count(k, len(self._focus.queries))
         check_order(order)
         if by is not None and within is not None:
             raise BadQuery("top takes by or within, not both.")
@@ -258,7 +258,11 @@ class Contributions(_Questions):
             direction = _onehot(unit, dim_out)
         if direction is None:
             return cls(focus, NormScorer(focus.queries, _coefficients(focus)))
-        vectors = torch.as_tensor(direction, dtype=torch.float64)
+        try:
+            vectors = torch.as_tensor(direction)
+            vectors = vectors.double() if not vectors.is_complex() else torch.empty(0)
+        except (TypeError, ValueError, RuntimeError):
+            vectors = torch.empty(0)
         if vectors.shape not in ((dim_out,), (*focus.query_shape, dim_out)):
             raise BadQuery(
                 f"direction must have shape [{dim_out}], the layer's outputs, or {[*focus.query_shape, dim_out]} for "
@@ -284,7 +288,11 @@ class Contributions(_Questions):
 
 
 def _onehot(unit: int | Tensor, dim_out: int) -> Float64[Tensor, "*query_shape dim_out"]:
-    units = torch.as_tensor(unit)
+    try:
+        units = torch.as_tensor(unit)
+    except (TypeError, ValueError, RuntimeError):
+        units = torch.empty(0)
+    units = units.to(torch.int64) if units.dtype in (torch.int32, torch.int16, torch.uint8, torch.int8) else units
     if units.dtype != torch.int64 or bool(((units < 0) | (units >= dim_out)).any()):
         raise BadQuery(f"unit must be a whole number from 0 to {dim_out - 1}, or a tensor of them, not {unit!r}.")
     return torch.nn.functional.one_hot(units, dim_out).double()

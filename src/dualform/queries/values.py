@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -32,9 +31,10 @@ def why_no_values(memory: StoredMemory, weight: int) -> str | None:
     for name in parameters_of(memory, weight):
         at = memory.manifest.parameter(name)
         flags = memory.journal.flags[:, at]
-        if np.any((flags & ACTIVE > 0) & (flags & LINEAR == 0)):
-            owner = memory.manifest.parameters[at].optimizer
-            return why_not_exact(memory.manifest.optimizers[owner].name)
+        other = (flags & ACTIVE > 0) & (flags & LINEAR == 0)
+        if other.any():
+            optimizer = memory.journal.optimizers[int(other.argmax())]
+            return why_not_exact(memory.manifest.optimizers[optimizer].name)
     return None
 
 

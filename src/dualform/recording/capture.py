@@ -16,45 +16,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualform.memory.journal import Call
 from dualform.recording.ids import NO_EXAMPLE, Batch, fit_ids
-from dualform.recording.targets import Pass, Target, Targets, Use
+from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
+
+PENDING = 1024  # backward passes that one parameter may gather before a step
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """One call of a module: its input by reference, and the ids that held at that moment.
-
-    `owner` is the parameter that brings the events into the memory: the weight, or the bias of a frozen weight.
-    """
+    """One call of a module: its input by reference, and the ids that held at that moment."""
 
     order: int
     use: Use
-    owner: Target
     stored: Tensor
     version: int
     batch: Batch | None
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """Keys and gradients of one call, copied during backward; not yet events."""
-
-    order: int
-    use: Use
-    owner: Target
-    keys: Tensor
-    gradients: Tensor
-    examples: Tensor
-    positions: Tensor
 
 
 @dataclass
 class _Backward:
     """What arrived in one backward pass so far, and which parameters have taken it up."""
 
-    arrived: list[_Arrived] = field(default_factory=list)
+    arrived: list[Arrived] = field(default_factory=list)
     settled: set[Target] = field(default_factory=set)
+    fresh: dict[Target, bool] = field(default_factory=dict)
     number: int | None = None
 
 
@@ -127,8 +112,8 @@ class Capture:
         if os.getpid() != self._pid or not isinstance(output, Tensor) or not output.requires_grad:
             return
         stored = args[0] if args else kwargs.get("input")
-        trained = [target for target in (use.weight, use.bias) if target and target.parameter.requires_grad]
-        if not isinstance(stored, Tensor) or not trained:
+        trained = any(target is not None and target.parameter.requires_grad for target in (use.weight, use.bias))
+        if not isinstance(stored, Tensor) or not trained or _is_batched(output):
             return
         batch = self._batch()
         if batch is not None:
@@ -138,11 +123,13 @@ class Capture:
         stored = stored.detach()
         if use.copy_at_forward:
             stored = stored.clone()
-        call = _Forward(self._order, use, trained[0], stored, stored._version, batch)
+        call = _Forward(self._order, use, stored, stored._version, batch)
         self._order += 1
         _product(output).register_hook(partial(self.guard, self._saw_gradient, call))
 
     def _saw_gradient(self, call: _Forward, gradient: Tensor) -> None:
+        if _is_batched(gradient):
+            return  # a vectorised Jacobian: nothing accumulates
         use = call.use
         if call.stored._version != call.version and not use.copy_at_forward:
             use.copy_at_forward = True
@@ -155,8 +142,12 @@ class Capture:
         keys = use.kind.keys(call.stored).to("cpu", gradient.dtype, copy=True).contiguous()
         gradients = use.kind.gradients(gradient.detach()).to("cpu", copy=True).contiguous()
         examples, positions = self._numbers(call, len(keys))
-        arrived = _Arrived(call.order, use, call.owner, keys, gradients, examples, positions)
-        self._backward().arrived.append(arrived)
+        arrived = Arrived(call.order, use, keys, gradients, examples, positions)
+        backward = self._backward()
+        backward.arrived.append(arrived)
+        for target in (use.weight, use.bias):
+            if target is not None:
+                backward.fresh.setdefault(target, target.parameter.grad is None)
 
     def _numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
         fitted = fit_ids(call.batch, call.use.kind.leading(call.stored)) if call.batch else None
@@ -199,7 +190,13 @@ class Capture:
         if backward.number is None:
             backward.number, self._backwards = self._backwards, self._backwards + 1
         rows.sort(key=lambda arrived: arrived.order)
-        target.passes.append(_gather(target, rows, backward.number))
+        if len(target.passes) >= PENDING:
+            self._tell(
+                f"pending {target.name}",
+                f"{target.name}: more than {PENDING} backward passes without a step; the oldest are forgotten",
+            )
+            del target.passes[0]
+        target.passes.append(_gather(target, rows, backward.number, backward.fresh.get(target, False)))
 
     def forget_unfinished(self) -> None:
         """Drop what arrived in backward passes that never ended (an exception inside them)."""
@@ -219,25 +216,21 @@ def _product(output: Tensor) -> Tensor:
     return output
 
 
-def _gather(target: Target, rows: list[_Arrived], number: int) -> Pass:
-    """A pass of one parameter: the sketch of what its rows put into the gradient, and the rows as calls."""
-    calls: list[tuple[Target, Call]] = []
-    terms: list[tuple[Tensor | None, Tensor]] = []
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor lives inside a vmap, where nothing ever accumulates into a parameter."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def _gather(target: Target, rows: list[Arrived], number: int, fresh: bool) -> Pass:
+    """A pass of one parameter, with the sketch of what its rows put into the gradient."""
     total: Tensor | None = None
     for row in rows:
         keys, gradients = row.keys, row.gradients
         if keys.dtype in (torch.float16, torch.bfloat16):
             target.half = True
             keys, gradients = keys.float(), gradients.float()
-        if target.projection is not None:
-            sketch = gradients.T @ target.project(keys)
-            terms.append((keys, gradients))
-        else:
-            sketch = gradients.sum(dim=0)
-            terms.append((None, gradients))
-        if row.owner is target:
-            call = Call(row.use.index, number, row.keys, row.gradients, row.examples, row.positions)
-            calls.append((row.use.weight, call))
+        sketch = gradients.sum(dim=0) if target.projection is None else gradients.T @ target.project(keys)
         total = sketch.double() if total is None else total + sketch.double()
     assert total is not None
-    return Pass(number, total, terms, calls)
+    return Pass(number, total, rows, target.projection is None, fresh)

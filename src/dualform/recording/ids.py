@@ -27,19 +27,23 @@ class Batch:
 
 def read_ids(ids: Any, examples: int | None) -> Int64[Tensor, "..."]:
     """Ids as the user gives them, checked: whole numbers from 0 to the end of the examples table."""
-    tensor = ids if isinstance(ids, Tensor) else torch.as_tensor(np.asarray(ids))
+    try:
+        tensor = ids if isinstance(ids, Tensor) else torch.as_tensor(np.asarray(ids))
+    except (TypeError, ValueError, RuntimeError):
+        raise BadIds(f"ids must be whole numbers, one for each example of the batch, not {ids!r}.") from None
+    if tensor.numel() == 0:
+        return torch.zeros(tensor.shape, dtype=torch.int64)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise BadIds(f"ids must be whole numbers (int64); these are {tensor.dtype}. Convert them with .long().")
     tensor = tensor.detach().to("cpu", torch.int64, copy=True)
-    if tensor.numel():
-        low, high = int(tensor.min()), int(tensor.max())
-        if low < 0:
-            raise BadIds(f"ids must be 0 or larger; the smallest of these is {low}.")
-        if examples is not None and high >= examples:
-            raise BadIds(
-                f"example id {high} is outside the examples table, which has {examples:,} entries "
-                f"(ids 0 to {examples - 1:,}). Give every column an entry for every id."
-            )
+    low, high = int(tensor.min()), int(tensor.max())
+    if low < 0:
+        raise BadIds(f"ids must be 0 or larger; the smallest of these is {low}.")
+    if examples is not None and high >= examples:
+        raise BadIds(
+            f"example id {high} is outside the examples table, which has {examples:,} entries "
+            f"(ids 0 to {examples - 1:,}). Give every column an entry for every id."
+        )
     return tensor
 
 

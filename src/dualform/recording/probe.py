@@ -18,22 +18,27 @@ from torch import Tensor
 
 from dualform.recording.targets import PROBE_COLUMNS, Target
 
+MANY = 64  # passes of one step beyond which no scale of their own is fitted to each
+
 
 @dataclass(frozen=True)
 class Precision:
-    """What rounding costs: one rounding error of a product, and the least tolerance of a remainder."""
+    """What rounding costs: one rounding error of a product, the least tolerance of a remainder, how near a scale
+    is taken for a power of two, and how small a gradient is lost to underflow.
+    """
 
     unit: float
     floor: float
     snap: float
+    tiny: float
 
 
 _PRECISIONS = {
-    torch.float64: Precision(2.0**-53, 1e-12, 2.0**-50),
-    torch.float32: Precision(2.0**-24, 1e-5, 2.0**-21),
+    torch.float64: Precision(2.0**-53, 1e-12, 2.0**-50, 1e-280),
+    torch.float32: Precision(2.0**-24, 1e-5, 2.0**-21, 1e-30),
 }
 # Half-precision products are summed in fp32, but the gradient itself is rounded to 8 or 11 bits.
-_HALF = Precision(2.0**-24, 1e-2, 1e-3)
+_HALF = Precision(2.0**-24, 1e-2, 1e-3, 1e-30)
 
 
 def precision(target: Target) -> Precision:
@@ -76,6 +81,11 @@ class Evidence:
         """Which passes have a finite sketch: one that overflowed cannot be part of a finite gradient."""
         return [bool(one.sketch.isfinite().all()) for one in self.target.passes]
 
+    @property
+    def thrown_away(self) -> int:
+        """How many of the first passes were in a .grad that was None again later."""
+        return max((at for at, one in enumerate(self.target.passes) if one.fresh), default=0)
+
     @cached_property
     def columns(self) -> Float64[Tensor, "equations passes"]:
         """The sketch of every pass; zeros for one that overflowed, which zero_grad must have dropped."""
@@ -84,25 +94,26 @@ class Evidence:
         return torch.stack(kept, dim=1) if kept else self.gradient.new_zeros(len(self.gradient), 0)
 
     @cached_property
-    def magnitude(self) -> float:
-        """The size of the sketch's terms before they cancel."""
-        total = sum(one.magnitude for one in self.target.passes if math.isfinite(one.magnitude))
+    def magnitudes(self) -> list[float]:
+        """The square of the size that each pass's terms have before they cancel, on the scale of the sketch."""
         # ‖G R‖² is about four times ‖G‖² for a Gaussian R of four columns.
-        return math.sqrt(total * (PROBE_COLUMNS if self.target.projection is not None else 1))
+        columns = PROBE_COLUMNS if self.target.projection is not None else 1
+        return [columns * one.magnitude if ok else 0.0 for one, ok in zip(self.target.passes, self.finite, strict=True)]
 
     @property
     def weight(self) -> Float64[Tensor, " equations"]:
         """The sketch of the parameter itself, to find an L2 term of the user's loss."""
         return self.target.sketch(self.target.parameter).reshape(-1)
 
-    def rounding(self, scale: float) -> float:
-        """64 rounding errors of the terms, relative to the gradient: 64 units times κ."""
-        return 64 * self.precision.unit * self.magnitude * abs(scale) / self.norm
+    def rounding(self, scales: Sequence[float]) -> float:
+        """64 rounding errors of the terms that these scales let in, relative to the gradient: 64 units times κ."""
+        size = math.sqrt(sum(s * s * m for s, m in zip(scales, self.magnitudes, strict=True)))
+        return 64 * self.precision.unit * size / self.norm
 
     @property
     def silent(self) -> bool:
         """Whether the events' own terms cancel to zero as far as rounding can tell."""
-        return float(self.columns.norm()) <= 128 * self.precision.unit * self.magnitude
+        return float(self.columns.norm()) <= 128 * self.precision.unit * math.sqrt(sum(self.magnitudes))
 
     def judge(self, scales: Sequence[float], l2: float = 0.0, extra: Tensor | None = None) -> Fit:
         """How well these scales (and `l2` times the extra column) explain the gradient."""
@@ -110,8 +121,7 @@ class Evidence:
         rest = self.gradient - self.columns @ torch.tensor(scales, dtype=torch.float64)
         if extra is not None:
             rest = rest - l2 * extra
-        largest = max((abs(scale) for scale in scales), default=0.0)
-        tolerance = max(self.precision.floor, self.rounding(largest))
+        tolerance = max(self.precision.floor, self.rounding(scales))
         return Fit(tuple(scales), float(rest.norm()) / self.norm, tolerance, l2=l2)
 
 
@@ -125,12 +135,14 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     count = len(seen.target.passes)
     if not math.isfinite(seen.norm):
         return Fit((1.0,) * count, math.inf, 0.0)
-    if count == 1 and seen.norm > 0.0:
+    if count and seen.thrown_away == count - 1 and seen.norm > 0.0:
         simple = _one_pass(seen, known)
         if simple is not None:
             return simple
     if seen.norm == 0.0:
         return Fit((0.0,) * count, 0.0, 0.0, determined=not seen.silent)
+    if seen.norm <= seen.precision.tiny and float(seen.columns.norm()) <= seen.precision.tiny:
+        return Fit(tuple(known or (1.0,) * count), 0.0, 0.0, determined=False)  # lost to underflow
     if count and seen.silent:
         guess = seen.judge(known or (1.0,) * count)
         if guess.explained:
@@ -152,10 +164,12 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
 
 
 def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
-    """The everyday case: one pass, one scale, nothing left. None where there is any doubt."""
-    sketch = seen.target.passes[0].sketch.reshape(-1)
+    """The everyday case: one pass since zero_grad, one scale, nothing left. None where there is any doubt."""
+    if seen.target.equations == 1 and not known:
+        return None
+    sketch = seen.target.passes[-1].sketch.reshape(-1)
     square = float(sketch @ sketch)
-    scale = known[0] if known else float(sketch @ seen.gradient) / square if square > 0 else math.nan
+    scale = known[-1] if known else float(sketch @ seen.gradient) / square if square > 0 else math.nan
     if not math.isfinite(scale) or scale == 0.0:
         return None
     power = math.copysign(2.0 ** round(math.log2(abs(scale))), scale)
@@ -165,7 +179,8 @@ def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
     elif not known and off < 1e-3:
         return None  # whether this is a power of two depends on how much the terms cancel
     remainder = float((seen.gradient - scale * sketch).norm()) / seen.norm
-    return Fit((scale,), remainder, seen.precision.floor) if remainder <= seen.precision.floor else None
+    scales = (0.0,) * seen.thrown_away + (scale,)
+    return Fit(scales, remainder, seen.precision.floor) if remainder <= seen.precision.floor else None
 
 
 def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Tensor | None) -> Iterator[Fit]:
@@ -175,16 +190,38 @@ def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, ext
     if count == 0:
         alone = None if extra is None else _solve(seen, [], extra)
         yield seen.judge([], alone[0] if alone else 0.0, extra)
-    for dropped in range(count):
+    if seen.target.equations == 1:
+        # One equation would accept any scale: only a power of two, which noise would not hit by chance.
+        for dropped in range(min(count, MANY) if known is None else 0):
+            solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], None)
+            scale = abs(solution[0]) if solution else 0.0
+            power = 2.0 ** round(math.log2(scale)) if scale and math.isfinite(scale) else 1.0
+            yield seen.judge([0.0] * dropped + [power] * (count - dropped))
+        return
+    for dropped in dict.fromkeys([seen.thrown_away, 0, _dropped(seen)]) if count else ():
         solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], extra)
         if solution is not None:
             scales = [0.0] * dropped + [solution[0]] * (count - dropped)
-            yield seen.judge(_snapped(seen, scales), solution[1] if extra is not None else 0.0, extra)
-    if count > 1:
+            yield _simplest(seen, scales, solution[1] if extra is not None else 0.0, extra)
+    if 1 < count <= MANY:
         solution = _solve(seen, list(seen.columns.unbind(1)), extra)
         if solution is not None:
-            scales = _snapped(seen, solution[:count])
-            yield seen.judge(scales, solution[count] if extra is not None else 0.0, extra)
+            yield _simplest(seen, solution[:count], solution[count] if extra is not None else 0.0, extra)
+
+
+def _simplest(seen: Evidence, scales: list[float], l2: float, extra: Tensor | None) -> Fit:
+    """The fit with snapped scales, unless snapping costs more than rounding does."""
+    plain = seen.judge(scales, l2, extra)
+    snapped = seen.judge(_snapped(seen, scales), l2, extra)
+    return snapped if snapped.remainder <= plain.remainder + seen.precision.floor else plain
+
+
+def _dropped(seen: Evidence) -> int:
+    """How many of the first passes zero_grad most likely dropped: the suffix that one scale fits best."""
+    suffixes = seen.columns.flip(1).cumsum(1).flip(1)
+    squares = suffixes.square().sum(dim=0)
+    explained = torch.where(squares > 0, (seen.gradient @ suffixes).square() / squares, 0.0)
+    return int(explained.argmax())
 
 
 def _solve(seen: Evidence, basis: list[Tensor], extra: Tensor | None) -> list[float] | None:
@@ -197,17 +234,25 @@ def _solve(seen: Evidence, basis: list[Tensor], extra: Tensor | None) -> list[fl
         return None
     # Columns of very different size (a gradient and a weight) would lose the small one to the cut-off.
     sizes = matrix.norm(dim=0).clamp_min(1e-300)
-    solution = torch.linalg.lstsq(matrix / sizes, seen.gradient[:, None], driver="gelsd").solution[:, 0]
+    # Nearly equal columns would get huge scales that cancel, and with them a tolerance that lets anything pass.
+    solution = torch.linalg.lstsq(
+        matrix / sizes, seen.gradient[:, None], rcond=math.sqrt(seen.precision.unit), driver="gelsd"
+    ).solution[:, 0]
     return [float(value) for value in solution / sizes]
 
 
 def _snapped(seen: Evidence, scales: list[float]) -> list[float]:
     """Scales within rounding of 0, 1 or a power of two are that."""
     largest = max(abs(scale) for scale in scales)
+    noise = seen.rounding(scales) / 8 * seen.norm  # what rounding may add to a sketch
+    sizes = seen.columns.norm(dim=0).tolist()
+    common = len(set(scales)) == 1
+    whole = float(seen.columns.sum(dim=1).norm())
     result = []
-    for scale in scales:
-        near = max(seen.rounding(scale) / 8, seen.precision.snap)
-        if abs(scale) <= near * largest:
+    for scale, size in zip(scales, sizes, strict=True):
+        size = whole if common else size
+        near = max(noise / (abs(scale) * size) if scale and size else 0.0, seen.precision.snap)
+        if abs(scale) <= near * largest or scale == 0.0:
             result.append(0.0)
             continue
         power = 2.0 ** round(math.log2(abs(scale)))
@@ -215,21 +260,43 @@ def _snapped(seen: Evidence, scales: list[float]) -> list[float]:
     return result
 
 
+def _together(unexplained: Mapping[Target, Evidence]) -> dict[Target, Fit]:
+    """One scale for several parameters of a single number each: none of them could verify it alone."""
+    single = [seen for seen in unexplained.values() if seen.target.equations == 1 and math.isfinite(seen.norm)]
+    passes = {tuple(one.backward for one in seen.target.passes) for seen in single}
+    if len(single) < 2 or len(passes) > 1:
+        return {}
+    count = len(single[0].target.passes)
+    gradients = torch.cat([seen.gradient for seen in single])
+    columns = torch.cat([seen.columns for seen in single])
+    for dropped in range(min(count, MANY)):
+        suffix = columns[:, dropped:].sum(dim=1)
+        square = float(suffix @ suffix)
+        scale = float(suffix @ gradients) / square if square > 0 else 0.0
+        fits = {seen.target: seen.judge([0.0] * dropped + [scale] * (count - dropped)) for seen in single}
+        if scale and all(result.explained for result in fits.values()):
+            return fits
+    return {}
+
+
 def fit_all(evidence: Mapping[Target, Evidence]) -> dict[Target, Fit]:
     """Fit every parameter of one optimiser step; what one cannot tell alone is taken from the others."""
     known: dict[int, float] = {}
     known_l2 = 0.0
     fits: dict[Target, Fit] = {}
-    # Weights first: a bias has few equations, or just one, and mostly shares the scale of its weight.
-    for target in sorted(evidence, key=lambda target: target.projection is None):
+    # Those with the most equations first: a bias or a small weight mostly shares their scale, and may have too few
+    # equations to tell a scale from anything else.
+    for target in sorted(evidence, key=lambda target: (target.projection is None, -target.equations)):
         prefer = None
-        if target.projection is None and target.passes and all(one.backward in known for one in target.passes):
+        few = target.projection is None or target.equations <= PROBE_COLUMNS
+        if few and target.passes and all(one.backward in known for one in target.passes):
             prefer = [known[one.backward] for one in target.passes]
         result = fits[target] = fit(evidence[target], prefer, known_l2)
         if result.determined and result.explained:
             known_l2 = result.l2 or known_l2
             for one, scale in zip(target.passes, result.scales, strict=True):
                 known.setdefault(one.backward, scale)
+    fits |= _together({target: evidence[target] for target, result in fits.items() if not result.explained})
     for target, result in fits.items():
         if not result.determined:
             scales = tuple(known.get(one.backward, 1.0) for one in target.passes)

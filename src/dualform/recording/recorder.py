@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from dualform.memory import Column, Manifest, StepRow, Writer, prepare_directory
 from dualform.memory.columns import write_column
 from dualform.memory.files import FileRecord, tensor_hash
 from dualform.memory.manifest import OptimizerRecord, ParameterRecord, UseRecord, WeightRecord
-from dualform.optimizers import is_linear
+from dualform.optimizers import is_linear, is_nested
 from dualform.recording.capture import Capture
 from dualform.recording.ids import Batch, read_ids
 from dualform.recording.stepping import Stepping
@@ -57,6 +57,9 @@ class Recorder:
         self._handles: list[Any] = []
         self._writer: Writer | None = None
         self._failure: str | None = None
+        self._closed = False
+        self._between_steps = True
+        self._pid = os.getpid()
         self._capture = Capture(
             self._targets, self._guard, self._tell, lambda: self._batch, lambda t: self._stepping.owns(t)
         )
@@ -67,21 +70,29 @@ class Recorder:
         if self._writer is not None:
             raise BadCall("this recorder was started already; call dualform.record again for another run.")
         prepare_directory(self.path)
-        for column in self._columns:
-            write_column(self.path, column)
-        self._writer = Writer(self.path, self._manifest, self._initial())
+        try:
+            self._install_hooks()
+            with _plain_torch():
+                for column in self._columns:
+                    write_column(self.path, column)
+                self._stepping.start()
+                self._writer = Writer(self.path, self._manifest, self._initial())
+        except BaseException:
+            self._remove_hooks()
+            raise
         for note in self._targets.notes:
             self._tell(note, note)
-        self._stepping.start()
+        return self
+
+    def _install_hooks(self) -> None:
         self._capture.install()
         for index, optimizer in enumerate(self._optimizers):
             before = _bound(self._guard, self._before_step, index)
             after = _bound(self._guard, self._after_step, index)
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
-        return self
 
-    @contextmanager
+    @contextlib.contextmanager
     def batch(self, ids: Any, dim: int = 0) -> Iterator[None]:
         """Say which example each row of this batch is, for the forward passes inside.
 
@@ -89,10 +100,12 @@ class Recorder:
             loss = F.cross_entropy(model(x), y)
             loss.backward()
         """
+        if self._writer is None:
+            raise BadCall("this recorder was not started: use `with dualform.record(…) as recorder:`, or start().")
         if self._batch is not None:
             raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
-        if dim < 0:
-            raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim}.")
+        if not isinstance(dim, int) or dim < 0:
+            raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim!r}.")
         batch = self._batch = Batch(read_ids(ids, self._examples), dim)
         try:
             yield
@@ -110,13 +123,16 @@ class Recorder:
         """Make every finished step durable now; call it before saving a checkpoint."""
         if self._writer is None:
             raise BadCall("recorder.commit() before recorder.start(): there is nothing to commit to.")
+        if self._closed:
+            raise BadCall("recorder.commit() after recorder.close(): the memory is finished.")
         self._guard(self._commit)
 
     def close(self) -> None:
         """Commit what is left, store the final weights, and take every hook off."""
         self._remove_hooks()
-        if self._writer is not None and self._failure is None and self._writer.manifest.final is None:
+        if self._writer is not None and not self._closed:
             self._guard(self._finish)
+            self._closed = True
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -132,10 +148,10 @@ class Recorder:
 
     def _guard(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of the recorder; whatever fails there stops the recording, never the training."""
-        if self._failure is not None:
-            return None
+        if self._failure is not None or os.getpid() != self._pid:
+            return None  # stopped, or in a forked child, which records nothing
         try:
-            with torch.no_grad():
+            with _plain_torch():
                 return function(*arguments)
         except Exception as error:
             self._fail(error)
@@ -144,6 +160,9 @@ class Recorder:
             return None
 
     def _fail(self, error: Exception) -> None:
+        if self._writer is not None and self._between_steps and not isinstance(error, OSError):
+            with contextlib.suppress(Exception):
+                self._commit()  # what was finished before is worth keeping
         committed = self._writer.manifest.steps if self._writer else 0
         what = str(error) if isinstance(error, DualformError) else f"{type(error).__name__}: {error}"
         self._failure = (
@@ -173,6 +192,9 @@ class Recorder:
     def _before_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if is_nested(optimizer):
+            return None
+        self._between_steps = False
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._stepping.prepare(index)
@@ -188,16 +210,17 @@ class Recorder:
             return args, {**kwargs, "closure": probed}
         return (args[0], probed, *args[2:]), kwargs
 
-    def _after_step(self, index: int, *_: Any) -> None:
+    def _after_step(self, index: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert self._writer is not None
+        if is_nested(optimizer):
+            return
         row = self._stepping.finish(index)
         self._capture.forget_unfinished()
-        if row is None:
-            return
-        row.others = {name: tensor.detach().clone() for name, tensor in self._targets.every_step.items()}
+        row.others = {name: place.current().clone() for name, place in self._targets.every_step.items()}
         self._writer.append(row)
         if self._stepping.steps == 1:
             self._estimate(row)
+        self._between_steps = True
         if self._writer.due:
             self._commit()
 
@@ -221,7 +244,7 @@ class Recorder:
         self._writer.commit(
             sketches={target.index: target.sketch(target.parameter) for target in parameters},
             hashes=[tensor_hash(target.parameter) for target in parameters],
-            others=self._targets.at_commits,
+            others={name: place.current() for name, place in self._targets.at_commits.items()},
             findings=self._stepping.findings,
             told=list(self._told.values()),
         )
@@ -247,8 +270,8 @@ class Recorder:
                 tensors[f"velocity/{target.name}"] = velocity
             if target.projection is not None:
                 tensors[f"probe/{target.index}"] = target.projection
-        for name, tensor in (self._targets.every_step | self._targets.at_commits).items():
-            tensors[f"other/{name}"] = tensor.detach()
+        for name, place in (self._targets.every_step | self._targets.at_commits).items():
+            tensors[f"other/{name}"] = place.current()
         return tensors
 
     def _manifest(self, initial: FileRecord) -> Manifest:
@@ -280,6 +303,18 @@ class Recorder:
         return WeightRecord(target.name, dim_in, dim_out, tuple(records))
 
 
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """No gradients, no autocast, everything on the CPU: whatever the user's loop has switched on."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
 def _bound(guard: Callable[..., Any], function: Callable[..., Any], index: int) -> Callable[..., Any]:
     return lambda optimizer, args, kwargs: guard(function, index, optimizer, args, kwargs)
 
@@ -308,17 +343,26 @@ def record(
     module. `keep` is "all" (keys and gradients) or "keys" (scores only). `on_error="raise"` lets a failure of
     the recorder stop the training, too.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizers = [optimizer]
+    else:
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else []
     if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
         raise BadCall("optimizer must be a torch optimiser or a list of them.")
+    if len({id(one) for one in optimizers}) < len(optimizers):
+        raise BadCall("the same optimiser is given twice; every optimiser is recorded once.")
     if not isinstance(model, nn.Module):
         raise BadCall(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if keep not in KEEP:
         raise BadCall(f"keep must be one of {', '.join(map(repr, KEEP))}, not {keep!r}.")
     if on_error not in ("tell", "raise"):
         raise BadCall(f"on_error must be 'tell' or 'raise', not {on_error!r}.")
-    columns = [Column.of(name, array) for name, array in (examples or {}).items()]
+    if recipe is not None and not isinstance(recipe, str):
+        raise BadCall(f"recipe must be a name, not {recipe!r}.")
+    if examples is not None and not hasattr(examples, "items"):
+        raise BadCall("examples maps names of columns to arrays indexed by example id.")
+    columns = [Column.of(name, array) for name, array in (examples.items() if examples is not None else ())]
     lengths = {column.name: len(column) for column in columns}
     if len(set(lengths.values())) > 1:
         raise BadCall(f"all columns of examples need one entry per example id; their lengths differ: {lengths}.")
-    return Recorder(model, optimizers, Path(path), columns, layers, keep, recipe, on_error)
+    return Recorder(model, optimizers, Path(path).absolute(), columns, layers, keep, recipe, on_error)

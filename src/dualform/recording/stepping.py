@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.memory import Finding, PassRow, StepRow
+from dualform.memory import Call, Finding, PassRow, StepRow
 from dualform.memory.files import tensor_hash
-from dualform.optimizers import HALF, LINEAR, UNEXPLAINED, Settings, read_settings
+from dualform.optimizers import HALF, LINEAR, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
 from dualform.recording.probe import Evidence, Fit, fit_all
-from dualform.recording.targets import Target, Targets
+from dualform.recording.targets import Pass, Target, Targets
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 
@@ -102,10 +102,11 @@ class Stepping:
         if found_inf is not None and bool(found_inf):
             return  # a fused optimiser with a loss scaler: this step does nothing
         grad_scale = getattr(optimizer, "grad_scale", None)
+        linear = is_linear(optimizer)
         evidence: dict[Target, Evidence] = {}
         readings: dict[Target, tuple[Settings, Tensor, int]] = {}
         for target, group in self._owned(index):
-            if target.parameter._version != self._watches[target].version:
+            if linear and target.parameter._version != self._watches[target].version:
                 self._check(target, self.steps + 1)
             gradient = target.parameter.grad
             if gradient is None:
@@ -130,8 +131,7 @@ class Stepping:
             scales = prepared.fit.scales if prepared else (0.0,) * len(target.passes)
             for one, scale in zip(target.passes, scales, strict=True):
                 row.passes.append(PassRow(one.backward, target.index, scale))
-                for weight, call in one.calls:
-                    row.calls.setdefault(self._number_of[weight], []).append(call)
+                self._store(row, one)
             if prepared:
                 self._journal(row, target, prepared)
             target.passes = []
@@ -139,6 +139,21 @@ class Stepping:
             calls.sort(key=lambda call: call.backward)
         self._prepared = {}
         return row
+
+    def _store(self, row: StepRow, one: Pass) -> None:
+        """Make the rows of a pass events, unless the step of their weight or bias did so before."""
+        for arrived in one.rows:
+            if not arrived.stored:
+                arrived.stored = True
+                call = Call(
+                    arrived.use.index,
+                    one.backward,
+                    arrived.keys,
+                    arrived.gradients,
+                    arrived.examples,
+                    arrived.positions,
+                )
+                row.calls.setdefault(self._number_of[arrived.use.weight], []).append(call)
 
     def _journal(self, row: StepRow, target: Target, prepared: _Prepared) -> None:
         fit = prepared.fit
@@ -167,9 +182,10 @@ class Stepping:
         for target in self._targets.parameters:
             self._check(target, self.steps)
         for use in self._targets.uses:
-            if all(use.weight.parameter is not one for one in use.module._parameters.values()):
-                reason = f"the parameter of {use.map} was replaced by another one; recording follows the old one"
-                self._find(use.weight, "replaced", reason, self.steps, self.steps)
+            for used in (use.weight, use.bias):
+                if used and all(used.parameter is not one for one in use.module._parameters.values()):
+                    reason = f"the parameter of {use.map} was replaced by another one; recording follows the old one"
+                    self._find(used, "replaced", reason, self.steps, self.steps)
 
     def _check(self, target: Target, step: int) -> None:
         watch = self._watches[target]

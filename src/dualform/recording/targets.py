@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dualform.errors import BadCall
 from dualform.layers import LayerType, LinearMap, find_layer_type
 from dualform.memory.files import storable
-from dualform.memory.journal import Call
 
 PROBE_COLUMNS = 4
 EVERY_STEP_BYTES = 64 << 10
@@ -22,27 +21,44 @@ RECORDED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
+@dataclass(eq=False)
+class Arrived:
+    """Keys and gradients of one call of a module, copied during backward.
+
+    They become events when the first step() uses them, for the weight or for its bias.
+    """
+
+    order: int
+    use: Use
+    keys: Tensor
+    gradients: Tensor
+    examples: Tensor
+    positions: Tensor
+    stored: bool = False
+
+
 @dataclass
 class Pass:
-    """What one backward pass left in one parameter, as far as the events explain it.
+    """What one backward pass left in one parameter, as far as its rows explain it.
 
-    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias, from `rows`. `calls` are the events that this
-    parameter brings, with their weight: its own, or for a bias those that went through a frozen weight.
+    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias; `fresh` says that .grad was None before this pass,
+    so what earlier passes left there was most likely thrown away.
     """
 
     backward: int
     sketch: Tensor
-    rows: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)
-    calls: list[tuple[Target, Call]] = field(default_factory=list)
+    rows: list[Arrived]
+    of_bias: bool
+    fresh: bool = False
 
     @cached_property
     def magnitude(self) -> float:
         """Σ ‖g_t‖² ‖x_t‖² (Σ ‖g_t‖² for a bias): how large the terms are before they cancel."""
         total = 0.0
-        for keys, gradients in self.rows:
-            sizes = gradients.double().square().sum(dim=1)
-            if keys is not None:
-                sizes = sizes * keys.double().square().sum(dim=1)
+        for row in self.rows:
+            sizes = row.gradients.double().square().sum(dim=1)
+            if not self.of_bias:
+                sizes = sizes * row.keys.double().square().sum(dim=1)
             total += float(sizes.sum())
         return total
 
@@ -97,14 +113,31 @@ class Use:
 
 
 @dataclass
+class Place:
+    """Where an unrecorded parameter or buffer lives; a module may put another tensor there at any time."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+
+    def current(self) -> Tensor:
+        """The tensor that is there now; the last one of the right kind where it changed its kind."""
+        found: Tensor | None = self.module._parameters.get(self.name)
+        found = self.module._buffers.get(self.name) if found is None else found
+        if found is not None and found.shape == self.tensor.shape and found.dtype == self.tensor.dtype:
+            self.tensor = found
+        return self.tensor.detach()
+
+
+@dataclass
 class Targets:
     """Everything the recorder follows in one model."""
 
     uses: list[Use]
     weights: list[Target]
     parameters: list[Target]
-    every_step: dict[str, Tensor]
-    at_commits: dict[str, Tensor]
+    every_step: dict[str, Place]
+    at_commits: dict[str, Place]
     notes: list[str]
 
 
@@ -121,8 +154,6 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
 
     def target(parameter: nn.Parameter, is_weight: bool) -> Target:
         if parameter not in by_parameter:
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise BadCall("a lazy layer has no weights yet: run one forward pass before record().")
             projection = None
             if is_weight:
                 size = (parameter.shape[1], PROBE_COLUMNS)
@@ -137,9 +168,15 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
             continue
         maps = kind.maps(module)
         if not maps:
-            notes.append(f"{name}: its weight is parametrised (computed from other parameters), so it is not recorded")
-        if any(_own(module, one.weight).dtype not in RECORDED for one in maps):
-            notes.append(f"{name}: its weight is neither a real floating-point tensor nor recorded")
+            notes.append(
+                f"{name}: its weight or bias is parametrised (computed, or not a parameter), so it is not recorded"
+            )
+        weights_of = [_own(module, one.weight) for one in maps]
+        lazy = any(isinstance(one, nn.parameter.UninitializedParameter) for one in weights_of)
+        if lazy:
+            raise BadCall(f"{name} is a lazy layer and has no weights yet: run one forward pass before record().")
+        if any(one.dtype not in RECORDED or one.numel() == 0 for one in weights_of):
+            notes.append(f"{name}: its weight is empty or not a real floating-point tensor, so it is not recorded")
             continue
         for linear_map in maps:
             weight = target(_own(module, linear_map.weight), True)
@@ -172,7 +209,9 @@ def _chooser(layers: Layers) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: True
     if callable(layers):
         return layers
-    patterns = [layers] if isinstance(layers, str) else list(layers)
+    patterns = [layers] if isinstance(layers, str) else list(layers) if isinstance(layers, Sequence) else [layers]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise BadCall(f"layers takes globs of module names, or a function of name and module, not {layers!r}.")
     return lambda name, module: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -185,16 +224,18 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def _others(
     model: nn.Module, recorded: dict[nn.Parameter, Target], notes: list[str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[dict[str, Place], dict[str, Place]]:
     """Unrecorded parameters and buffers: the smallest, up to 64 KB, at every step, the rest at commits."""
-    every_step: dict[str, Tensor] = {}
-    at_commits: dict[str, Tensor] = {}
+    every_step: dict[str, Place] = {}
+    at_commits: dict[str, Place] = {}
     unrecorded = {n: p for n, p in model.named_parameters() if p not in recorded} | dict(model.named_buffers())
+    known = {name: t for name, t in unrecorded.items() if t.layout == torch.strided and storable(t.dtype)}
+    for name in unrecorded.keys() - known.keys():
+        notes.append(f"{name}: a tensor of this kind cannot be stored; dual() takes it from the model it is given")
     left = EVERY_STEP_BYTES
-    for name, tensor in sorted(unrecorded.items(), key=lambda item: item[1].nbytes):
-        if not storable(tensor.dtype):
-            notes.append(f"{name}: {tensor.dtype} cannot be stored; dual() takes it from the model it is given")
-            continue
+    for name, tensor in sorted(known.items(), key=lambda item: item[1].nbytes):
         left -= tensor.nbytes
-        (every_step if left >= 0 else at_commits)[name] = tensor
+        owner, _, own = name.rpartition(".")
+        place = Place(model.get_submodule(owner), own, tensor)
+        (every_step if left >= 0 else at_commits)[name] = place
     return every_step, at_commits

@@ -44,21 +44,24 @@ class Watch:
     def deviation(self) -> float:
         """How far the parameter is from its prediction, in units of what rounding allows; then believe it."""
         before, steps = self._weight, len(self._stretch)
-        predicted, self._velocity = self._predict()
+        predicted, self._velocity, swing = self._predict()
         actual = self._weight = self._target.sketch(self._target.parameter)
         self._stretch = []
         self.version = self._target.parameter._version
         distance = float((actual - predicted).norm())
         if distance == 0.0 or (not math.isfinite(distance) and not bool(predicted.isfinite().all())):
             return 0.0  # where the recurrence itself says NaN, a NaN is no surprise
-        size = max(float(before.norm()), float(predicted.norm()))
-        allowed = 64 * self._unit * math.sqrt(max(steps, 1)) * size
+        size = max(float(before.norm()), float(predicted.norm()), swing)
+        allowed = 64 * self._unit * math.sqrt(max(steps, 1)) * size + torch.finfo(self._target.parameter.dtype).tiny
         return distance / allowed if allowed > 0 and math.isfinite(distance) else math.inf
 
-    def _predict(self) -> tuple[Tensor, Tensor]:
-        """The sketches of weight and velocity after the stretch: linear in those before it and in the gradients."""
+    def _predict(self) -> tuple[Tensor, Tensor, float]:
+        """The sketches of weight and velocity after the stretch, and the largest move of the weight within it.
+
+        They are linear in the sketches before the stretch and in the gradients.
+        """
         if not self._stretch:
-            return self._weight, self._velocity
+            return self._weight, self._velocity, 0.0
         rows = np.array([settings.row for settings, _ in self._stretch])
         flags = np.array([settings.flags for settings, _ in self._stretch], dtype=np.uint8)
         matrices, inputs = transitions(rows, flags)
@@ -73,4 +76,5 @@ class Watch:
         start = [
             sum(c * s for c, s in zip(row, (self._weight, self._velocity), strict=True) if c != 0) for row in state
         ]
-        return moved[0] + start[0], moved[1] + start[1]
+        swing = float((torch.from_numpy(factors[0]).abs() * gradients.norm(dim=1)).max())
+        return moved[0] + start[0], moved[1] + start[1], swing
