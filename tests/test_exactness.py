@@ -10,6 +10,9 @@ import torch
 import dualform
 from loops import Run, Trained, runs, train
 
+# A failing run is printed as drawn: shrinking it would train for minutes.
+PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-4}
 
 
@@ -49,13 +52,13 @@ def check(run: Run) -> None:
 
 
 @hypothesis.given(runs(torch.float64))
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=150, phases=PHASES)
 def test_every_run_is_exact_in_fp64(run: Run) -> None:
     check(run)
 
 
 @hypothesis.given(runs(torch.float32))
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=100, phases=PHASES)
 def test_every_run_is_exact_in_fp32(run: Run) -> None:
     check(run)
 

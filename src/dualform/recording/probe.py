@@ -110,6 +110,11 @@ class Evidence:
         size = math.sqrt(sum(s * s * m for s, m in zip(scales, self.magnitudes, strict=True)))
         return 64 * self.precision.unit * size / self.norm
 
+    def saw(self, at: int) -> bool:
+        """Whether a pass left more than rounding in this parameter, or was thrown away before another one."""
+        heard = float(self.columns[:, at].norm()) > 128 * self.precision.unit * math.sqrt(self.magnitudes[at])
+        return heard or at < self.thrown_away
+
     @property
     def silent(self) -> bool:
         """Whether the events' own terms cancel to zero as far as rounding can tell."""
@@ -156,7 +161,7 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
             closest = story if closest is None or story.remainder < closest.remainder else closest
     assert closest is not None
     plain = Fit(closest.scales, closest.remainder, closest.tolerance)
-    if seen.previous is not None:
+    if seen.previous is not None and seen.target.equations > 1:
         for story in _stories(seen, None, 0.0, seen.previous):
             if story.explained:
                 return Fit(story.scales, plain.remainder, plain.tolerance, carried=True)
@@ -198,7 +203,10 @@ def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, ext
             power = 2.0 ** round(math.log2(scale)) if scale and math.isfinite(scale) else 1.0
             yield seen.judge([0.0] * dropped + [power] * (count - dropped))
         return
-    for dropped in dict.fromkeys([seen.thrown_away, 0, _dropped(seen)]) if count else ():
+    likely = [seen.thrown_away, 0, _dropped(seen)] if count else []
+    # Beside an unknown L2 term the best suffix is not known beforehand.
+    every = range(count) if extra is not None and count <= MANY else ()
+    for dropped in dict.fromkeys([*likely, *every]):
         solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], extra)
         if solution is not None:
             scales = [0.0] * dropped + [solution[0]] * (count - dropped)
@@ -294,8 +302,10 @@ def fit_all(evidence: Mapping[Target, Evidence]) -> dict[Target, Fit]:
         result = fits[target] = fit(evidence[target], prefer, known_l2)
         if result.determined and result.explained:
             known_l2 = result.l2 or known_l2
-            for one, scale in zip(target.passes, result.scales, strict=True):
-                known.setdefault(one.backward, scale)
+            for at, (one, scale) in enumerate(zip(target.passes, result.scales, strict=True)):
+                # Of a pass that left nothing here this scale says nothing; in other parameters it may have left much.
+                if len(target.passes) == 1 or evidence[target].saw(at):
+                    known.setdefault(one.backward, scale)
     fits |= _together({target: evidence[target] for target, result in fits.items() if not result.explained})
     for target, result in fits.items():
         if not result.determined:
