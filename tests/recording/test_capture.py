@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dualform
+from dualform.memory import writer
 from small import batch, network, run
 
 
@@ -329,6 +330,38 @@ def test_a_failure_inside_the_recorder_never_reaches_the_training(
     assert "valid up to step 2" in caplog.text
     assert memory.certificate().exact
     assert "recording stopped after step 2" in repr(memory.certificate())
+
+
+def test_a_disk_that_fails_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = run(tmp_path / "plain", network(), steps=6)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    write = writer.write_tensors
+
+    def full(root: Path, file: str, tensors: object) -> object:
+        if file.endswith("000002.safetensors"):
+            raise OSError(28, "No space left on device")
+        return write(root, file, tensors)
+
+    monkeypatch.setattr(writer, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(writer, "write_tensors", full)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(1, 7):
+            ids, x, y = batch(step)
+            with recorder.batch(ids):
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model[0].weight.equal(plain[0].weight)
+    assert hooks_of(model) == 0
+    assert caplog.text.count("No space left on device. Training goes on unrecorded") == 1
+    memory = dualform.open(tmp_path / "run")
+    assert memory.steps == 2
+    assert "No space left on device" in memory.manifest.failure
+    assert memory.certificate().exact
+    assert memory.verify().ok
 
 
 def test_on_error_raise_stops_the_training_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

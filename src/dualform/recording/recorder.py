@@ -125,7 +125,7 @@ class Recorder:
             raise BadCall("recorder.commit() before recorder.start(): there is nothing to commit to.")
         if self._closed:
             raise BadCall("recorder.commit() after recorder.close(): the memory is finished.")
-        self._guard(self._commit)
+        self._guard(self._commit, True)
 
     def close(self) -> None:
         """Commit what is left, store the final weights, and take every hook off."""
@@ -162,7 +162,7 @@ class Recorder:
     def _fail(self, error: Exception) -> None:
         if self._writer is not None and self._between_steps and not isinstance(error, OSError):
             with contextlib.suppress(Exception):
-                self._commit()  # what was finished before is worth keeping
+                self._commit(True)  # what was finished before is worth keeping
         committed = self._writer.manifest.steps if self._writer else 0
         what = str(error) if isinstance(error, DualformError) else f"{type(error).__name__}: {error}"
         self._failure = (
@@ -222,7 +222,7 @@ class Recorder:
             self._estimate(row)
         self._between_steps = True
         if self._writer.due:
-            self._commit()
+            self._commit(False)
 
     def _estimate(self, row: StepRow) -> None:
         calls = [call for group in row.calls.values() for call in group]
@@ -237,16 +237,17 @@ class Recorder:
         if size * 1000 > free:
             logger.warning("%s has room for about %d steps like the first", self.path, free // max(size, 1))
 
-    def _commit(self) -> None:
+    def _commit(self, wait: bool) -> None:
         assert self._writer is not None
         self._stepping.check_all()
         parameters = self._targets.parameters
         self._writer.commit(
             sketches={target.index: target.sketch(target.parameter) for target in parameters},
             hashes=[tensor_hash(target.parameter) for target in parameters],
-            others={name: place.current() for name, place in self._targets.at_commits.items()},
+            others={name: place.current().clone() for name, place in self._targets.at_commits.items()},
             findings=self._stepping.findings,
             told=list(self._told.values()),
+            wait=wait,
         )
         if self._writer.manifest.nonfinite:
             self._tell(
@@ -257,7 +258,9 @@ class Recorder:
 
     def _finish(self) -> None:
         assert self._writer is not None
-        self._commit()
+        if self._writer.waited > 1.0:
+            logger.info("training waited %.1f s for the disk", self._writer.waited)
+        self._commit(True)
         self._writer.close({f"parameter/{target.name}": target.parameter for target in self._targets.parameters})
 
     def _initial(self) -> dict[str, Tensor]:
