@@ -32,7 +32,9 @@ def demo(
         Literal["mnist", "digits"] | None,
         unset("{mnist,digits}", "what is trained", "mnist, or digits where mnist cannot be had"),
     ] = None,
-    steps: Annotated[int | None, unset("N", "training steps", "2000 for mnist, about a minute on 2 cores, where the paper has 3000; 600 for digits")] = None,
+    steps: Annotated[
+        int | None, unset("N", "training steps", "2000 for mnist, 600 for digits; the paper: 3000")
+    ] = None,
     seed: Annotated[int, arg(metavar="N", help="of the initial weights and the batches")] = 0,
     image: Annotated[int | None, unset("N", "the test image shown", "for mnist 5938, the paper's")] = None,
 ) -> None:
