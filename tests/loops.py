@@ -65,8 +65,9 @@ def _group(draw: st.DrawFn, sign: bool) -> tuple[tuple[str, Any], ...]:
 def runs(draw: st.DrawFn, dtype: torch.dtype) -> Run:
     sign = draw(st.integers(0, 4)) == 0
     widths = tuple(draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
-    # A network whose every weight is a single number cannot tell a scale from anything else.
+    # A network whose every trained weight is a single number cannot tell a clip's scale from anything else.
     several = any(a * b > 1 for a, b in itertools.pairwise(widths))
+    clip = draw(st.sampled_from([None, 0.1, 1.0])) if several else None
     return Run(
         seed=draw(st.integers(0, 2**20)),
         dtype=dtype,
@@ -79,14 +80,14 @@ def runs(draw: st.DrawFn, dtype: torch.dtype) -> Run:
         optimizers=draw(st.integers(1, 2)),
         steps=draw(st.integers(1, 8)),
         accumulate=draw(st.integers(1, 3)),
-        clip=draw(st.sampled_from([None, 0.1, 1.0])) if several else None,
+        clip=clip,
         loss_scale=draw(st.sampled_from([1.0, 1.0, 1024.0])) if several else 1.0,
         l2=draw(st.sampled_from([0.0, 0.0, 0.01])),
         set_to_none=draw(st.booleans()),
         schedule=draw(st.booleans()),
         warm_up=draw(st.sampled_from([0, 0, 2])),
         evaluate=draw(st.booleans()),
-        freeze=draw(st.booleans()),
+        freeze=draw(st.booleans()) and (clip is None or all(width > 1 for width in widths[1:])),
         skip_backward=draw(st.booleans()),
         closure=draw(st.integers(0, 3)) == 0,
         retain=draw(st.integers(0, 3)) == 0,

@@ -203,6 +203,11 @@ def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, ext
             power = 2.0 ** round(math.log2(scale)) if scale and math.isfinite(scale) else 1.0
             yield seen.judge([0.0] * dropped + [power] * (count - dropped))
         return
+    if count > 1 and extra is None:
+        # As they are, first: where the passes point the same way, some other scale of too many would fit as well.
+        whole = seen.columns.flip(1).cumsum(1).flip(1)
+        dropped = int((seen.gradient[:, None] - whole).norm(dim=0).argmin())
+        yield seen.judge([0.0] * dropped + [1.0] * (count - dropped))
     likely = [seen.thrown_away, 0, _dropped(seen)] if count else []
     # Beside an unknown L2 term the best suffix is not known beforehand.
     every = range(count) if extra is not None and count <= MANY else ()
