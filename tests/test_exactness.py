@@ -63,8 +63,14 @@ def test_every_run_is_exact_in_fp32(run: Run) -> None:
     check(run)
 
 
+# Wider than one everywhere: of a lone number that was clipped nothing can tell the scale, and the certificate says so.
 @pytest.mark.long
-@hypothesis.given(runs(torch.float64))
-@hypothesis.settings(max_examples=3000, derandomize=False)
+@hypothesis.given(runs(torch.float64).filter(lambda run: min(run.widths) > 1))
+@hypothesis.settings(
+    max_examples=2000,
+    derandomize=False,
+    phases=PHASES,
+    suppress_health_check=[hypothesis.HealthCheck.filter_too_much],
+)
 def test_many_more_runs_are_exact(run: Run) -> None:
     check(run)

@@ -292,9 +292,11 @@ def _together(unexplained: Mapping[Target, Evidence]) -> dict[Target, Fit]:
     return {}
 
 
-def fit_all(evidence: Mapping[Target, Evidence]) -> dict[Target, Fit]:
-    """Fit every parameter of one optimiser step; what one cannot tell alone is taken from the others."""
-    known: dict[int, float] = {}
+def fit_all(evidence: Mapping[Target, Evidence], known: dict[int, float]) -> dict[Target, Fit]:
+    """Fit every parameter of one optimiser step; what one cannot tell alone is taken from the others.
+
+    `known` has the scales of backward passes that other optimisers' steps told of, and takes up what this one tells.
+    """
     known_l2 = 0.0
     fits: dict[Target, Fit] = {}
     # Those with the most equations first: a bias or a small weight mostly shares their scale, and may have too few

@@ -49,6 +49,7 @@ class Stepping:
         self._previous: dict[Target, Tensor] = {}
         self._watches: dict[Target, Watch] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
+        self._scales: dict[int, float] = {}
         self.steps = 0
         self._look_up_owners()
 
@@ -117,7 +118,7 @@ class Stepping:
             sketch = sketch.double() if grad_scale is None else sketch.double() / float(grad_scale)
             readings[target] = read_settings(optimizer, group, target.parameter), sketch, digest
             evidence[target] = Evidence(target, sketch, self._previous.get(target))
-        for target, fit in fit_all(evidence).items():
+        for target, fit in fit_all(evidence, self._scales).items():
             settings, sketch, digest = readings[target]
             self._prepared[target] = _Prepared(settings, sketch, fit, digest)
 
@@ -135,6 +136,8 @@ class Stepping:
             if prepared:
                 self._journal(row, target, prepared)
             target.passes = []
+        waiting = {one.backward for target in self._targets.parameters for one in target.passes}
+        self._scales = {backward: scale for backward, scale in self._scales.items() if backward in waiting}
         for calls in row.calls.values():
             calls.sort(key=lambda call: call.backward)
         self._prepared = {}
