@@ -278,6 +278,7 @@ def test_a_forward_patched_on_the_instance_leaves_its_layer_unrecorded(tmp_path:
     model[0].forward = lambda x: 2 * original(x)
     _, memory = run(tmp_path / "run", model)
     assert [weight.name for weight in memory.manifest.weights] == ["2.weight"]
+    assert any("0 has a forward patched" in note for note in memory.dual(model, until=2).dualform_notes)
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
@@ -332,3 +333,14 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         dualform.record(model, Wrapped(optimizer), tmp_path / "run").start()
     assert not any(module._forward_hooks for module in model.modules())
     assert run(tmp_path / "run", model, optimizer)[1].certificate().exact
+
+
+def test_a_dual_model_of_another_step_is_not_taken_for_the_last(tmp_path: Path) -> None:
+    model, memory = run(tmp_path / "run")
+    x = batch(9)[1]
+    for fold in (True, False):
+        early = memory.dual(model, until=2, fold=fold)
+        queries = memory.attend(early, x, until=6)["2"].queries
+        assert (queries - memory.attend(model, x)["2"].queries).abs().max() < 1e-12
+        for again in (True, False):
+            assert (memory.dual(early, until=6, fold=again)(x) - model(x)).abs().max() < 1e-12

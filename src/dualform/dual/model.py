@@ -71,7 +71,7 @@ def dual_model(
         raise BadCall(f"dual takes the torch.nn.Module that was recorded, not {type(model).__name__}.")
     check_kernel(kernel)
     copied = _copy(model)
-    notes = _load_others(memory, copied, until) + _not_exact(memory)
+    notes = _load_others(memory, copied, until) + _not_exact(memory) + _patched(copied)
     for weight in range(len(memory.manifest.weights)):
         require_values(memory, weight, "dual()")
     # Folded or not, the weights are those of `until` and `where`: something may use them past their modules.
@@ -81,7 +81,7 @@ def dual_model(
     if not fold:
         _swap(memory, copied, where, until, kernel)
     for note in notes:
-        logger.info("%s", note)
+        logger.warning("%s", note)
     setattr(copied, DUAL, memory.manifest.id)
     copied.dualform_notes = tuple(notes)  # type: ignore[assignment]
     return copied
@@ -97,6 +97,12 @@ def _copy(model: nn.Module) -> nn.Module:
         if isinstance(vars(module).get("forward"), AttendingForward):
             del module.forward
     return copied
+
+
+def _patched(model: nn.Module) -> list[str]:
+    """Modules whose forward was replaced on the instance: a copied closure still holds the original's tensors."""
+    names = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    return [f"{name} has a forward patched on the instance: the copy may still use the given model" for name in names]
 
 
 def _not_exact(memory: StoredMemory) -> list[str]:

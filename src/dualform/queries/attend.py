@@ -42,7 +42,9 @@ def find_map(memory: StoredMemory, layer: str) -> str:
 
 
 def is_memorys(memory: StoredMemory, model: nn.Module) -> bool:
-    """Whether the model has the weights of the memory's last step."""
+    """Whether the model has the weights of the memory's last step; one made by dual() may be of any step or mask."""
+    if hasattr(model, DUAL):
+        return False
     try:
         check_model(memory, model)
     except ModelMismatch:
