@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -224,13 +225,14 @@ def _is_batched(tensor: Tensor) -> bool:
 
 def _gather(target: Target, rows: list[Arrived], number: int, fresh: bool) -> Pass:
     """A pass of one parameter, with the sketch of what its rows put into the gradient."""
-    total: Tensor | None = None
+    total = np.zeros(0)
     for row in rows:
         keys, gradients = row.keys, row.gradients
         if keys.dtype in (torch.float16, torch.bfloat16):
             target.half = True
             keys, gradients = keys.float(), gradients.float()
-        sketch = gradients.sum(dim=0) if target.projection is None else gradients.T @ target.project(keys)
-        total = sketch.double() if total is None else total + sketch.double()
-    assert total is not None
+        # Σ (x·R) ⊗ g is more than twice as fast this way round as Σ g ⊗ (x·R).
+        sketch = gradients.sum(dim=0) if target.projection is None else (target.project(keys).T @ gradients).T
+        vector = sketch.reshape(-1).numpy().astype(np.float64)
+        total = total + vector if len(total) else vector
     return Pass(number, total, rows, target.projection is None, fresh)

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from jaxtyping import Float64
-from torch import Tensor
 
 from dualform.recording.targets import PROBE_COLUMNS, Target
+
+Vector = Float64[np.ndarray, " equations"]
 
 MANY = 64  # passes of one step beyond which no scale of their own is fitted to each
 
@@ -39,6 +41,11 @@ _PRECISIONS = {
 }
 # Half-precision products are summed in fp32, but the gradient itself is rounded to 8 or 11 bits.
 _HALF = Precision(2.0**-24, 1e-2, 1e-3, 1e-30)
+
+
+def norm(vector: Vector) -> float:
+    """The Euclidean norm; np.linalg.norm takes five times as long for the few numbers of a sketch."""
+    return math.sqrt(vector @ vector)
 
 
 def precision(target: Target) -> Precision:
@@ -69,17 +76,17 @@ class Evidence:
     Most of it is needed only where the simplest story fails, and is computed then.
     """
 
-    def __init__(self, target: Target, gradient: Float64[Tensor, "..."], previous: Tensor | None) -> None:
+    def __init__(self, target: Target, gradient: Vector, previous: Vector | None) -> None:
         self.target = target
-        self.gradient = gradient.reshape(-1)
-        self.norm = float(self.gradient.norm())
-        self.previous = None if previous is None else previous.reshape(-1)
+        self.gradient = gradient
+        self.norm = norm(gradient)
+        self.previous = previous
         self.precision = precision(target)
 
     @cached_property
     def finite(self) -> list[bool]:
         """Which passes have a finite sketch: one that overflowed cannot be part of a finite gradient."""
-        return [bool(one.sketch.isfinite().all()) for one in self.target.passes]
+        return [bool(np.isfinite(one.sketch).all()) for one in self.target.passes]
 
     @property
     def thrown_away(self) -> int:
@@ -87,11 +94,11 @@ class Evidence:
         return max((at for at, one in enumerate(self.target.passes) if one.fresh), default=0)
 
     @cached_property
-    def columns(self) -> Float64[Tensor, "equations passes"]:
+    def columns(self) -> Float64[np.ndarray, "equations passes"]:
         """The sketch of every pass; zeros for one that overflowed, which zero_grad must have dropped."""
-        sketches = [one.sketch.reshape(-1) for one in self.target.passes]
-        kept = [s if ok else torch.zeros_like(s) for s, ok in zip(sketches, self.finite, strict=True)]
-        return torch.stack(kept, dim=1) if kept else self.gradient.new_zeros(len(self.gradient), 0)
+        sketches = [one.sketch for one in self.target.passes]
+        kept = [s if ok else np.zeros_like(s) for s, ok in zip(sketches, self.finite, strict=True)]
+        return np.stack(kept, axis=1) if kept else np.zeros((len(self.gradient), 0))
 
     @cached_property
     def magnitudes(self) -> list[float]:
@@ -101,9 +108,9 @@ class Evidence:
         return [columns * one.magnitude if ok else 0.0 for one, ok in zip(self.target.passes, self.finite, strict=True)]
 
     @property
-    def weight(self) -> Float64[Tensor, " equations"]:
+    def weight(self) -> Vector:
         """The sketch of the parameter itself, to find an L2 term of the user's loss."""
-        return self.target.sketch(self.target.parameter).reshape(-1)
+        return self.target.sketch(self.target.parameter).reshape(-1).numpy()
 
     def rounding(self, scales: Sequence[float]) -> float:
         """64 rounding errors of the terms that these scales let in, relative to the gradient: 64 units times κ."""
@@ -112,22 +119,22 @@ class Evidence:
 
     def saw(self, at: int) -> bool:
         """Whether a pass left more than rounding in this parameter, or was thrown away before another one."""
-        heard = float(self.columns[:, at].norm()) > 128 * self.precision.unit * math.sqrt(self.magnitudes[at])
+        heard = norm(self.columns[:, at]) > 128 * self.precision.unit * math.sqrt(self.magnitudes[at])
         return heard or at < self.thrown_away
 
     @property
     def silent(self) -> bool:
         """Whether the events' own terms cancel to zero as far as rounding can tell."""
-        return float(self.columns.norm()) <= 128 * self.precision.unit * math.sqrt(sum(self.magnitudes))
+        return norm(self.columns.reshape(-1)) <= 128 * self.precision.unit * math.sqrt(sum(self.magnitudes))
 
-    def judge(self, scales: Sequence[float], l2: float = 0.0, extra: Tensor | None = None) -> Fit:
+    def judge(self, scales: Sequence[float], l2: float = 0.0, extra: Vector | None = None) -> Fit:
         """How well these scales (and `l2` times the extra column) explain the gradient."""
         scales = [scale if ok else 0.0 for scale, ok in zip(scales, self.finite, strict=True)]
-        rest = self.gradient - self.columns @ torch.tensor(scales, dtype=torch.float64)
+        rest = self.gradient - self.columns @ np.array(scales, dtype=np.float64)
         if extra is not None:
             rest = rest - l2 * extra
         tolerance = max(self.precision.floor, self.rounding(scales))
-        return Fit(tuple(scales), float(rest.norm()) / self.norm, tolerance, l2=l2)
+        return Fit(tuple(scales), norm(rest) / self.norm, tolerance, l2=l2)
 
 
 def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 0.0) -> Fit:
@@ -146,7 +153,7 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
             return simple
     if seen.norm == 0.0:
         return Fit((0.0,) * count, 0.0, 0.0, determined=not seen.silent)
-    if seen.norm <= seen.precision.tiny and float(seen.columns.norm()) <= seen.precision.tiny:
+    if seen.norm <= seen.precision.tiny and norm(seen.columns.reshape(-1)) <= seen.precision.tiny:
         return Fit(tuple(known or (1.0,) * count), 0.0, 0.0, determined=False)  # lost to underflow
     if count and seen.silent:
         guess = seen.judge(known or (1.0,) * count)
@@ -172,7 +179,7 @@ def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
     """The everyday case: one pass since zero_grad, one scale, nothing left. None where there is any doubt."""
     if seen.target.equations == 1 and not known:
         return None
-    sketch = seen.target.passes[-1].sketch.reshape(-1)
+    sketch = seen.target.passes[-1].sketch
     square = float(sketch @ sketch)
     scale = known[-1] if known else float(sketch @ seen.gradient) / square if square > 0 else math.nan
     if not math.isfinite(scale) or scale == 0.0:
@@ -183,12 +190,12 @@ def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
         scale = power
     elif not known and off < 1e-3:
         return None  # whether this is a power of two depends on how much the terms cancel
-    remainder = float((seen.gradient - scale * sketch).norm()) / seen.norm
+    remainder = norm(seen.gradient - scale * sketch) / seen.norm
     scales = (0.0,) * seen.thrown_away + (scale,)
     return Fit(scales, remainder, seen.precision.floor) if remainder <= seen.precision.floor else None
 
 
-def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Tensor | None) -> Iterator[Fit]:
+def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Vector | None) -> Iterator[Fit]:
     count = len(seen.target.passes)
     if known is not None:
         yield seen.judge(known, known_l2 if extra is not None else 0.0, extra)
@@ -198,31 +205,31 @@ def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, ext
     if seen.target.equations == 1:
         # One equation would accept any scale: only a power of two, which noise would not hit by chance.
         for dropped in range(min(count, MANY) if known is None else 0):
-            solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], None)
+            solution = _solve(seen, [seen.columns[:, dropped:].sum(axis=1)], None)
             scale = abs(solution[0]) if solution else 0.0
             power = 2.0 ** round(math.log2(scale)) if scale and math.isfinite(scale) else 1.0
             yield seen.judge([0.0] * dropped + [power] * (count - dropped))
         return
     if count > 1 and extra is None:
         # As they are, first: where the passes point the same way, some other scale of too many would fit as well.
-        whole = seen.columns.flip(1).cumsum(1).flip(1)
-        dropped = int((seen.gradient[:, None] - whole).norm(dim=0).argmin())
+        rest = seen.gradient[:, None] - _suffixes(seen.columns)
+        dropped = int(np.square(rest).sum(axis=0).argmin())
         yield seen.judge([0.0] * dropped + [1.0] * (count - dropped))
     likely = [seen.thrown_away, 0, _dropped(seen)] if count else []
     # Beside an unknown L2 term the best suffix is not known beforehand.
     every = range(count) if extra is not None and count <= MANY else ()
     for dropped in dict.fromkeys([*likely, *every]):
-        solution = _solve(seen, [seen.columns[:, dropped:].sum(dim=1)], extra)
+        solution = _solve(seen, [seen.columns[:, dropped:].sum(axis=1)], extra)
         if solution is not None:
             scales = [0.0] * dropped + [solution[0]] * (count - dropped)
             yield _simplest(seen, scales, solution[1] if extra is not None else 0.0, extra)
     if 1 < count <= MANY:
-        solution = _solve(seen, list(seen.columns.unbind(1)), extra)
+        solution = _solve(seen, list(seen.columns.T), extra)
         if solution is not None:
             yield _simplest(seen, solution[:count], solution[count] if extra is not None else 0.0, extra)
 
 
-def _simplest(seen: Evidence, scales: list[float], l2: float, extra: Tensor | None) -> Fit:
+def _simplest(seen: Evidence, scales: list[float], l2: float, extra: Vector | None) -> Fit:
     """The fit with snapped scales, unless snapping costs more than rounding does."""
     plain = seen.judge(scales, l2, extra)
     snapped = seen.judge(_snapped(seen, scales), l2, extra)
@@ -231,26 +238,32 @@ def _simplest(seen: Evidence, scales: list[float], l2: float, extra: Tensor | No
 
 def _dropped(seen: Evidence) -> int:
     """How many of the first passes zero_grad most likely dropped: the suffix that one scale fits best."""
-    suffixes = seen.columns.flip(1).cumsum(1).flip(1)
-    squares = suffixes.square().sum(dim=0)
-    explained = torch.where(squares > 0, (seen.gradient @ suffixes).square() / squares, 0.0)
+    suffixes = _suffixes(seen.columns)
+    squares = np.square(suffixes).sum(axis=0)
+    explained = np.where(squares > 0, np.square(seen.gradient @ suffixes) / squares, 0.0)
     return int(explained.argmax())
 
 
-def _solve(seen: Evidence, basis: list[Tensor], extra: Tensor | None) -> list[float] | None:
+def _suffixes(columns: Float64[np.ndarray, "equations passes"]) -> Float64[np.ndarray, "equations passes"]:
+    """The sum of every column and those after it."""
+    return columns[:, ::-1].cumsum(axis=1)[:, ::-1]
+
+
+def _solve(seen: Evidence, basis: list[Vector], extra: Vector | None) -> list[float] | None:
     """Least squares; None where there are not more equations than unknowns, which would explain anything."""
-    matrix = torch.stack([*basis, *([extra] if extra is not None else [])], dim=1)
+    matrix = np.stack([*basis, *([extra] if extra is not None else [])], axis=1)
     if matrix.shape[1] == 1:
         square = float(matrix[:, 0] @ matrix[:, 0])
         return [float(matrix[:, 0] @ seen.gradient) / square if square > 0 else 0.0]
     if seen.target.equations <= matrix.shape[1]:
         return None
     # Columns of very different size (a gradient and a weight) would lose the small one to the cut-off.
-    sizes = matrix.norm(dim=0).clamp_min(1e-300)
+    sizes = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     # Nearly equal columns would get huge scales that cancel, and with them a tolerance that lets anything pass.
-    solution = torch.linalg.lstsq(
-        matrix / sizes, seen.gradient[:, None], rcond=math.sqrt(seen.precision.unit), driver="gelsd"
-    ).solution[:, 0]
+    try:
+        solution = np.linalg.lstsq(matrix / sizes, seen.gradient, rcond=math.sqrt(seen.precision.unit))[0]
+    except np.linalg.LinAlgError:
+        return None
     return [float(value) for value in solution / sizes]
 
 
@@ -258,9 +271,9 @@ def _snapped(seen: Evidence, scales: list[float]) -> list[float]:
     """Scales within rounding of 0, 1 or a power of two are that."""
     largest = max(abs(scale) for scale in scales)
     noise = seen.rounding(scales) / 8 * seen.norm  # what rounding may add to a sketch
-    sizes = seen.columns.norm(dim=0).tolist()
+    sizes = np.linalg.norm(seen.columns, axis=0).tolist()
     common = len(set(scales)) == 1
-    whole = float(seen.columns.sum(dim=1).norm())
+    whole = norm(seen.columns.sum(axis=1))
     result = []
     for scale, size in zip(scales, sizes, strict=True):
         size = whole if common else size
@@ -280,10 +293,10 @@ def _together(unexplained: Mapping[Target, Evidence]) -> dict[Target, Fit]:
     if len(single) < 2 or len(passes) > 1:
         return {}
     count = len(single[0].target.passes)
-    gradients = torch.cat([seen.gradient for seen in single])
-    columns = torch.cat([seen.columns for seen in single])
+    gradients = np.concatenate([seen.gradient for seen in single])
+    columns = np.concatenate([seen.columns for seen in single])
     for dropped in range(min(count, MANY)):
-        suffix = columns[:, dropped:].sum(dim=1)
+        suffix = columns[:, dropped:].sum(axis=1)
         square = float(suffix @ suffix)
         scale = float(suffix @ gradients) / square if square > 0 else 0.0
         fits = {seen.target: seen.judge([0.0] * dropped + [scale] * (count - dropped)) for seen in single}

@@ -239,10 +239,9 @@ class Recorder:
 
     def _commit(self, wait: bool) -> None:
         assert self._writer is not None
-        self._stepping.check_all()
         parameters = self._targets.parameters
         self._writer.commit(
-            sketches={target.index: target.sketch(target.parameter) for target in parameters},
+            sketches=self._stepping.check_all(),
             hashes=[tensor_hash(target.parameter) for target in parameters],
             others={name: place.current().clone() for name, place in self._targets.at_commits.items()},
             findings=self._stepping.findings,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from dualform.memory import Call, Finding, PassRow, StepRow
 from dualform.memory.files import tensor_hash
 from dualform.optimizers import HALF, LINEAR, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
-from dualform.recording.probe import Evidence, Fit, fit_all
+from dualform.recording.probe import Evidence, Fit, Vector, fit_all
 from dualform.recording.targets import Pass, Target, Targets
 from dualform.recording.watch import CHECK_EVERY, Watch
 
@@ -25,7 +26,7 @@ class _Prepared:
     """One parameter just before its step."""
 
     settings: Settings
-    gradient: Tensor
+    gradient: Vector
     fit: Fit
     digest: int
 
@@ -46,7 +47,7 @@ class Stepping:
         self._number_of = {target: at for at, target in enumerate(targets.weights)}
         self._owner: dict[Target, int] = {}
         self._prepared: dict[Target, _Prepared] = {}
-        self._previous: dict[Target, Tensor] = {}
+        self._previous: dict[Target, Vector] = {}
         self._watches: dict[Target, Watch] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
         self._scales: dict[int, float] = {}
@@ -105,7 +106,7 @@ class Stepping:
         grad_scale = getattr(optimizer, "grad_scale", None)
         linear = is_linear(optimizer)
         evidence: dict[Target, Evidence] = {}
-        readings: dict[Target, tuple[Settings, Tensor, int]] = {}
+        readings: dict[Target, tuple[Settings, Vector, int]] = {}
         for target, group in self._owned(index):
             if linear and target.parameter._version != self._watches[target].version:
                 self._check(target, self.steps + 1)
@@ -113,12 +114,16 @@ class Stepping:
             if gradient is None:
                 continue
             self._capture.settle(target)  # only matters for an optimiser that steps inside backward
-            sketch = _sketch(target, gradient)
-            digest = tensor_hash(sketch)
-            sketch = sketch.double() if grad_scale is None else sketch.double() / float(grad_scale)
+            found = target.quick_sketch(gradient.to_dense() if gradient.is_sparse else gradient)
+            digest = tensor_hash(found)
+            sketch = found.reshape(-1).numpy().astype(np.float64)
+            if grad_scale is not None:
+                sketch = sketch / float(grad_scale)
             readings[target] = read_settings(optimizer, group, target.parameter), sketch, digest
             evidence[target] = Evidence(target, sketch, self._previous.get(target))
-        for target, fit in fit_all(evidence, self._scales).items():
+        with np.errstate(all="ignore"):
+            fits = fit_all(evidence, self._scales)
+        for target, fit in fits.items():
             settings, sketch, digest = readings[target]
             self._prepared[target] = _Prepared(settings, sketch, fit, digest)
 
@@ -180,20 +185,24 @@ class Stepping:
             watch.resume(None)
             watch.checked = self.steps
 
-    def check_all(self) -> None:
-        """Compare every weight with its prediction."""
-        for target in self._targets.parameters:
-            self._check(target, self.steps)
+    def check_all(self) -> dict[int, Tensor]:
+        """Compare every weight with its prediction; the sketches as they are now, by parameter."""
+        sketches = {target: target.sketch(target.parameter) for target in self._targets.parameters}
+        for target, sketch in sketches.items():
+            self._check(target, self.steps, sketch)
         for use in self._targets.uses:
             for used in (use.weight, use.bias):
                 if used and all(used.parameter is not one for one in use.module._parameters.values()):
                     reason = f"the parameter of {use.map} was replaced by another one; recording follows the old one"
                     self._find(used, "replaced", reason, self.steps, self.steps)
+        return {target.index: sketch for target, sketch in sketches.items()}
 
-    def _check(self, target: Target, step: int) -> None:
+    def _check(self, target: Target, step: int, sketch: Tensor | None = None) -> None:
         watch = self._watches[target]
         since, watch.checked = watch.checked, min(step, self.steps)
-        deviation = watch.deviation()
+        sketch = target.quick_sketch(target.parameter) if sketch is None else sketch
+        with np.errstate(all="ignore"):
+            deviation = watch.deviation(sketch.reshape(-1).numpy().astype(np.float64))
         if deviation <= 1.0:
             return
         if step > self.steps:
@@ -211,13 +220,6 @@ class Stepping:
         else:
             self._findings[key] = Finding(target.name, kind, since, step, reason)
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
-
-
-def _sketch(target: Target, gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    half = gradient.dtype not in (torch.float32, torch.float64)
-    return target.sketch(gradient, torch.float32 if half else gradient.dtype)
 
 
 def _what_was_found(target: Target, fit: Fit, step: int) -> tuple[str, str, int, int]:

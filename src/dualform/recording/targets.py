@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor, nn
 
 from dualform.errors import BadCall
@@ -41,12 +43,12 @@ class Arrived:
 class Pass:
     """What one backward pass left in one parameter, as far as its rows explain it.
 
-    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias; `fresh` says that .grad was None before this pass,
+    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias, flat; `fresh` says that .grad was None before this pass,
     so what earlier passes left there was most likely thrown away.
     """
 
     backward: int
-    sketch: Tensor
+    sketch: Float64[np.ndarray, " equations"]
     rows: list[Arrived]
     of_bias: bool
     fresh: bool = False
@@ -81,6 +83,11 @@ class Target:
         if self.projection is None:
             return matrix.detach().to("cpu", dtype or torch.float64, copy=True)
         return self.project(matrix.detach().to("cpu", dtype or torch.float64))
+
+    def quick_sketch(self, matrix: Tensor) -> Tensor:
+        """The sketch in the matrix's own precision, fp32 at least: good to some rounding errors of that precision."""
+        half = matrix.dtype not in (torch.float32, torch.float64)
+        return self.sketch(matrix, torch.float32 if half else matrix.dtype)
 
     def project(self, rows: Tensor) -> Tensor:
         """rows @ R, with R in the rows' dtype."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.optimizers import Settings, transitions
+from dualform.recording.probe import Vector, norm
 from dualform.recording.targets import Target
 
 CHECK_EVERY = 32
@@ -30,32 +31,32 @@ class Watch:
 
     def resume(self, velocity: Tensor | None) -> None:
         """Believe the parameter and the velocity as they are now."""
-        self._weight = self._target.sketch(self._target.parameter)
-        zeros = torch.zeros_like(self._weight)
-        self._velocity = zeros if velocity is None else self._target.sketch(velocity)
-        self._stretch: list[tuple[Settings, Tensor]] = []
+        self._weight = self._target.sketch(self._target.parameter).reshape(-1).numpy()
+        zeros = np.zeros_like(self._weight)
+        self._velocity = zeros if velocity is None else self._target.sketch(velocity).reshape(-1).numpy()
+        self._stretch: list[tuple[Settings, Vector]] = []
         self.version = self._target.parameter._version
 
-    def follow(self, settings: Settings, gradient: Tensor) -> None:
+    def follow(self, settings: Settings, gradient: Vector) -> None:
         """Take note of one step and of the gradient's sketch that the optimiser really used."""
         self._stretch.append((settings, gradient))
         self.version = self._target.parameter._version
 
-    def deviation(self) -> float:
-        """How far the parameter is from its prediction, in units of what rounding allows; then believe it."""
+    def deviation(self, actual: Vector) -> float:
+        """How far the parameter's sketch is from its prediction, in units of what rounding allows; then believe it."""
         before, steps = self._weight, len(self._stretch)
         predicted, self._velocity, swing = self._predict()
-        actual = self._weight = self._target.sketch(self._target.parameter)
+        self._weight = actual
         self._stretch = []
         self.version = self._target.parameter._version
-        distance = float((actual - predicted).norm())
-        if distance == 0.0 or (not math.isfinite(distance) and not bool(predicted.isfinite().all())):
+        distance = norm(actual - predicted)
+        if distance == 0.0 or (not math.isfinite(distance) and not bool(np.isfinite(predicted).all())):
             return 0.0  # where the recurrence itself says NaN, a NaN is no surprise
-        size = max(float(before.norm()), float(predicted.norm()), swing)
+        size = max(norm(before), norm(predicted), swing)
         allowed = 64 * self._unit * math.sqrt(max(steps, 1)) * size + torch.finfo(self._target.parameter.dtype).tiny
         return distance / allowed if allowed > 0 and math.isfinite(distance) else math.inf
 
-    def _predict(self) -> tuple[Tensor, Tensor, float]:
+    def _predict(self) -> tuple[Vector, Vector, float]:
         """The sketches of weight and velocity after the stretch, and the largest move of the weight within it.
 
         They are linear in the sketches before the stretch and in the gradients.
@@ -70,11 +71,11 @@ class Watch:
         for at in reversed(range(len(flags))):
             factors[:, at] = state @ inputs[at]
             state = state @ matrices[at]
-        gradients = torch.stack([gradient.reshape(-1) for _, gradient in self._stretch])
-        moved = (torch.from_numpy(factors) @ gradients).reshape(2, *self._weight.shape)
+        gradients = np.stack([gradient for _, gradient in self._stretch])
+        moved = factors @ gradients
         # Factors of zero must not meet infinities.
         start = [
             sum(c * s for c, s in zip(row, (self._weight, self._velocity), strict=True) if c != 0) for row in state
         ]
-        swing = float((torch.from_numpy(factors[0]).abs() * gradients.norm(dim=1)).max())
+        swing = float((np.abs(factors[0]) * np.linalg.norm(gradients, axis=1)).max())
         return moved[0] + start[0], moved[1] + start[1], swing
