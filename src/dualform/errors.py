@@ -7,6 +7,7 @@ DualformError
 ├── BadMemory                        a directory that cannot be used as a memory
 │   ├── EmptyMemory                  nothing was ever committed, or no step was recorded
 │   ├── MemoryExists                 recording into a directory that holds something already
+│   ├── MemoryInUse                  another recorder is writing there
 │   ├── DamagedMemory                a file is truncated, edited or missing
 │   └── NewerFormat                  written by a later version of dualform
 ├── ModelMismatch                    the model is not the one the memory was recorded from
@@ -44,6 +45,10 @@ class EmptyMemory(BadMemory):
 
 class MemoryExists(BadMemory):
     """Recording was asked into a directory that already holds something."""
+
+
+class MemoryInUse(BadMemory):
+    """Another recorder is writing into the directory."""
 
 
 class DamagedMemory(BadMemory):

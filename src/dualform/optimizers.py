@@ -186,8 +186,10 @@ def transitions(
     return matrices, inputs
 
 
-def coefficients(settings: Float64[np.ndarray, "steps columns"], flags: UInt8[np.ndarray, " steps"]) -> Coefficients:
-    """The backward sweep: u = [1, 0]; for s = T…1: c_s = u·b_s, then u ← u M_s.
+def coefficients(
+    settings: Float64[np.ndarray, "steps columns"], flags: UInt8[np.ndarray, " steps"], of_velocity: bool = False
+) -> Coefficients:
+    """The backward sweep: u = [1, 0], or [0, 1] for the velocity; for s = T…1: c_s = u·b_s, then u ← u M_s.
 
     >>> plain = np.array([[0.1, 0, 0, 0, 0]] * 2)
     >>> coefficients(plain, np.array([ACTIVE, ACTIVE], dtype=np.uint8)).steps
@@ -195,7 +197,7 @@ def coefficients(settings: Float64[np.ndarray, "steps columns"], flags: UInt8[np
     """
     matrices, inputs = transitions(settings, flags)
     result = np.empty(len(flags))
-    weight, velocity = 1.0, 0.0
+    weight, velocity = (0.0, 1.0) if of_velocity else (1.0, 0.0)
     sweep = zip(reversed(matrices.tolist()), reversed(inputs.tolist()), strict=True)
     for at, (((a, b), (c, d)), (into_weight, into_velocity)) in enumerate(sweep):
         result[len(result) - 1 - at] = weight * into_weight + velocity * into_velocity

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dualform.errors import DamagedMemory
 from dualform.memory import files
-from dualform.memory.files import CHUNK, TensorFile, tensor_hash, write_sealed, write_tensors
+from dualform.memory.files import CHUNK, tensor_hash, write_sealed, write_tensors
+from dualform.memory.mapped import TensorFile
 from small import run
 
 DTYPES = [

@@ -5,7 +5,7 @@ from dualform.memory.journal import Call, Journal, PassRow, StepRow
 from dualform.memory.manifest import Finding, Manifest
 from dualform.memory.stored import StoredMemory
 from dualform.memory.verify import Verification, verify
-from dualform.memory.writer import Writer, prepare_directory
+from dualform.memory.writer import Writer
 
 __all__ = [
     "Call",
@@ -18,6 +18,5 @@ __all__ = [
     "StoredMemory",
     "Verification",
     "Writer",
-    "prepare_directory",
     "verify",
 ]

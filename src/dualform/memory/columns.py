@@ -15,7 +15,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dualform.errors import BadCall, BadQuery
-from dualform.memory.files import TensorFile, storable, write_sealed
+from dualform.memory.files import storable, write_sealed
+from dualform.memory.mapped import TensorFile
 
 RESERVED = ("event", "example", "position", "step")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

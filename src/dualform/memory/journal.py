@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
-from dualform.memory.files import TensorFile
+from dualform.memory.manifest import SegmentRecord
+from dualform.memory.mapped import TensorFile
 from dualform.optimizers import COLUMNS, Coefficients, coefficients
 
 SWEPT = 64  # end steps whose coefficients are remembered, over all parameters
@@ -19,14 +20,20 @@ SWEPT = 64  # end steps whose coefficients are remembered, over all parameters
 
 @dataclass(frozen=True)
 class Call:
-    """The events that one use of a weight made in one backward pass: a row each, in the order of the input."""
+    """The events that one use of a weight made in one backward pass: a row each, in the order of the input.
+
+    `fixed` says that the keys depend on no trained parameter, so that they may come again. `nonfinite` counts the
+    events with a NaN or an infinity. `gradients` is None where the keep level has none.
+    """
 
     use: int
     backward: int
     keys: Float[Tensor, "events dim_in"]
-    gradients: Float[Tensor, "events dim_out"]
+    gradients: Float[Tensor, "events dim_out"] | None
     examples: Int64[Tensor, " events"]
     positions: Int64[Tensor, " events"]
+    fixed: bool = False
+    nonfinite: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,13 @@ def journal_tensors(rows: Sequence[StepRow], first_step: int) -> dict[str, list[
 class Journal:
     """The journal of all committed steps, read from the segments."""
 
-    def __init__(self, files: Sequence[TensorFile], parameters: int) -> None:
-        self._files = files
+    def __init__(self, segments: Sequence[tuple[TensorFile, SegmentRecord]], parameters: int) -> None:
+        self._segments = segments
         self._parameters = parameters
-        self._swept: dict[tuple[int, int], Coefficients] = {}
+        self._swept: dict[tuple[int, int, bool, int], Coefficients] = {}
 
     def _joined(self, name: str, empty: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        parts = [file.read(name) for file in self._files]
+        parts = [file.read(name, 0, 1 + one.last_step - one.first_step) for file, one in self._segments]
         return torch.cat(parts) if parts else torch.empty(empty, dtype=dtype)
 
     @cached_property
@@ -119,24 +126,39 @@ class Journal:
 
     @cached_property
     def _passes(self) -> tuple[Int64[np.ndarray, "passes 3"], Float64[np.ndarray, " passes"]]:
-        numbers = self._joined("journal/passes", (0, 3), torch.int64).numpy()
-        return numbers, self._joined("journal/scales", (0,), torch.float64).numpy()
+        numbers, scales = [np.zeros((0, 3), dtype=np.int64)], [np.zeros(0)]
+        for file, one in self._segments:
+            passes = file.read("journal/passes").numpy()
+            valid = passes[:, 2] <= one.last_step
+            numbers.append(passes[valid])
+            scales.append(file.read("journal/scales").numpy()[valid])
+        return np.concatenate(numbers), np.concatenate(scales)
 
-    def coefficients(self, parameter: int, until: int) -> Coefficients:
-        """c_0, d_0 and c_s of a parameter for the end step `until`."""
-        if (parameter, until) not in self._swept:
+    @property
+    def backwards(self) -> int:
+        """One more than the largest number of a backward pass."""
+        numbers, _ = self._passes
+        return int(numbers[:, 0].max()) + 1 if len(numbers) else 0
+
+    def coefficients(self, parameter: int, until: int, velocity: bool = False, since: int = 0) -> Coefficients:
+        """c_0, d_0 and c_s of a parameter, or of its velocity, for the end step `until`, from the state at `since`."""
+        asked = (parameter, until, velocity, since)
+        if asked not in self._swept:
             if len(self._swept) >= SWEPT:
                 self._swept.pop(next(iter(self._swept)))
-            self._swept[parameter, until] = coefficients(
-                self.settings[:until, parameter], self.flags[:until, parameter]
+            stretch = slice(since, until)
+            self._swept[asked] = coefficients(
+                self.settings[stretch, parameter], self.flags[stretch, parameter], velocity
             )
-        return self._swept[parameter, until]
+        return self._swept[asked]
 
-    def event_coefficients(self, parameter: int, until: int) -> Float64[Tensor, " backwards"]:
+    def event_coefficients(
+        self, parameter: int, until: int, velocity: bool = False, since: int = 0
+    ) -> Float64[Tensor, " backwards"]:
         """c of an event by the number of its backward pass: value = c · gradient; 0 for a pass not used."""
         numbers, scales = self._passes
-        table = np.zeros(int(numbers[:, 0].max()) + 1 if len(numbers) else 0)
-        chosen = (numbers[:, 1] == parameter) & (numbers[:, 2] <= until)
-        steps = self.coefficients(parameter, until).steps
-        np.add.at(table, numbers[chosen, 0], scales[chosen] * steps[numbers[chosen, 2] - 1])
+        table = np.zeros(self.backwards)
+        chosen = (numbers[:, 1] == parameter) & (numbers[:, 2] <= until) & (numbers[:, 2] > since)
+        steps = self.coefficients(parameter, until, velocity, since).steps
+        np.add.at(table, numbers[chosen, 0], scales[chosen] * steps[numbers[chosen, 2] - 1 - since])
         return torch.from_numpy(table)

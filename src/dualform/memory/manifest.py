@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dualform.errors import BadMemory, DamagedMemory, EmptyMemory, NewerFormat
-from dualform.memory.files import FileRecord, seal, unseal, write_atomically
+from dualform.memory.disk import disk
+from dualform.memory.files import FileRecord, seal
+from dualform.memory.mapped import unseal
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest-r000.json"
 _FILES = re.compile(r"(initial|final)\.safetensors|segments/r\d{3}-\d{6}\.safetensors")
 
@@ -61,13 +63,31 @@ class OptimizerRecord:
 
 @dataclass(frozen=True)
 class SegmentRecord:
-    """Whole steps of all weights: first step, last step, and for each weight its event numbers."""
+    """Whole steps of all weights: the valid ones, and for each weight its numbers of events and of stored keys.
+
+    The file may hold more: a resumed run drops the steps after the one at which it went on, and `sketched` is then
+    not the last step. Repeated keys are stored once, so there may be fewer keys than events.
+    """
 
     file: FileRecord
     first_step: int
     last_step: int
     first_events: tuple[int, ...]
     events: tuple[int, ...]
+    first_keys: tuple[int, ...]
+    keys: tuple[int, ...]
+    sketched: int
+    nonfinite: int = 0
+
+    @property
+    def next_events(self) -> tuple[int, ...]:
+        """For each weight the number of the first event after this segment."""
+        return tuple(first + count for first, count in zip(self.first_events, self.events, strict=True))
+
+    @property
+    def next_keys(self) -> tuple[int, ...]:
+        """For each weight the number of the first key stored after this segment."""
+        return tuple(first + count for first, count in zip(self.first_keys, self.keys, strict=True))
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,6 @@ class Manifest:
     steps: int = 0
     examples: int = 0
     positions: int = 0
-    nonfinite: int = 0
     segments: tuple[SegmentRecord, ...] = ()
     findings: tuple[Finding, ...] = ()
     told: tuple[str, ...] = ()
@@ -112,6 +131,17 @@ class Manifest:
         """The number of a parameter by its name."""
         return next(i for i, p in enumerate(self.parameters) if p.name == name)
 
+    @property
+    def nonfinite(self) -> int:
+        """How many events have a NaN or an infinity in their key or gradient."""
+        return sum(segment.nonfinite for segment in self.segments)
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """Every file that the manifest names."""
+        final = (self.final,) if self.final else ()
+        return (self.initial, *(segment.file for segment in self.segments), *final)
+
     def events(self, weight: int) -> int:
         """How many events of a weight are committed."""
         return sum(segment.events[weight] for segment in self.segments)
@@ -121,7 +151,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
     """Commit a manifest: this one rename makes everything it names part of the memory."""
     body = {"checksum": "0" * 16, **dataclasses.asdict(manifest)}
     text = json.dumps(body, separators=(",", ":")).encode()
-    write_atomically(root / MANIFEST, [seal(text)])
+    disk.commit(root / MANIFEST, [memoryview(seal(text))])
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -147,19 +177,30 @@ def read_manifest(root: Path) -> Manifest:
             f"{root} has format {version}; this dualform reads formats up to {FORMAT}. Upgrade dualform to read it."
         )
     unseal(text, path)
-    manifest: Manifest = _decode(Manifest, {k: v for k, v in json.loads(text).items() if k != "checksum"}, str(path))
-    files = [
-        manifest.initial,
-        *(s.file for s in manifest.segments),
-        *([manifest.final] if manifest.final else []),
-    ]
-    for record in files:
+    body = {name: value for name, value in json.loads(text).items() if name != "checksum"}
+    manifest: Manifest = _decode(Manifest, _from_format_1(body) if version == 1 else body, str(path))
+    for record in manifest.files:
         if not _FILES.fullmatch(record.file):
             raise DamagedMemory(f"{path} names a file {record.file!r} that no memory has: not opened.")
     wrong = _contradiction(manifest)
     if wrong:
         raise DamagedMemory(f"{path} contradicts itself: {wrong}. Restore it from a copy.")
     return manifest
+
+
+def _from_format_1(body: dict[str, Any]) -> dict[str, Any]:
+    """A manifest from before repeated keys were stored once: every event has a key of its own."""
+    try:
+        segments = [
+            {**s, "first_keys": s["first_events"], "keys": s["events"], "sketched": s["last_step"]}
+            for s in body["segments"]
+        ]
+        if segments:
+            segments[0]["nonfinite"] = body["nonfinite"]
+        rest = {name: value for name, value in body.items() if name != "nonfinite"}
+    except (TypeError, KeyError):
+        return body  # which is then found to be damaged
+    return {**rest, "segments": segments}
 
 
 def _contradiction(manifest: Manifest) -> str | None:
@@ -176,13 +217,16 @@ def _contradiction(manifest: Manifest) -> str | None:
     for weight in manifest.weights:
         if not weight.uses or any(name not in parameters for name in (weight.name, *_biases(weight))):
             return f"the weight {weight.name!r} has no use or no parameter"
-    step, events = 0, [0] * weights
+    step, events, keys = 0, [0] * weights, [0] * weights
     for segment in manifest.segments:
-        if (segment.first_step, list(segment.first_events)) != (step + 1, events) or segment.last_step <= step:
+        before = (segment.first_step, list(segment.first_events), list(segment.first_keys))
+        if before != (step + 1, events, keys) or not step < segment.last_step <= segment.sketched:
             return f"{segment.file.file} does not follow the segment before it"
-        if len(segment.events) != weights or min(segment.events) < 0:
+        if not len(segment.events) == len(segment.keys) == weights:
             return f"{segment.file.file} has the wrong number of weights"
-        step, events = segment.last_step, [a + b for a, b in zip(events, segment.events, strict=True)]
+        if any(not 0 <= k <= n for k, n in zip(segment.keys, segment.events, strict=True)):
+            return f"{segment.file.file} has more keys than events"
+        step, events, keys = segment.last_step, list(segment.next_events), list(segment.next_keys)
     return None if manifest.steps == step else f"it counts {manifest.steps} steps, its segments {step}"
 
 

@@ -2,73 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
+import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from dualform.blocks import Block
-from dualform.memory.files import TensorFile
 from dualform.memory.journal import Call, StepRow, journal_tensors
 from dualform.memory.manifest import SegmentRecord
+from dualform.memory.mapped import TensorFile
+
+Gather = Callable[[int, Int64[Tensor, " events"]], Tensor]
+"""Keys of a weight by the numbers under which they are stored, in whatever segments those are."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A call as it is stored: `keys` are those that were new, `numbers` says where each event's key is."""
+
+    step: int
+    call: Call
+    keys: Tensor
+    numbers: Int64[np.ndarray, " events"]
 
 
 def segment_tensors(
-    rows: Sequence[StepRow], first_step: int, weights: int, values: bool, every_step: Sequence[str]
-) -> dict[str, list[Tensor]]:
+    rows: Sequence[StepRow], entries: Mapping[int, Sequence[Entry]], first_step: int, every_step: Sequence[str]
+) -> dict[str, Sequence[Tensor]]:
     """Everything a segment holds of some steps, each tensor in parts that are written one after another."""
-    tensors = journal_tensors(rows, first_step)
-    for weight in range(weights):
-        calls = [(call, first_step + at) for at, row in enumerate(rows) for call in row.calls.get(weight, [])]
-        if calls:
-            tensors |= _weight_tensors(f"w{weight}", calls, values)
+    tensors: dict[str, Sequence[Tensor]] = {}
+    for weight, entered in sorted(entries.items()):
+        tensors |= _weight_tensors(f"w{weight}", entered)
     for name in every_step:
         tensors[f"other/{name}"] = [torch.stack([row.others[name] for row in rows])]
+    return tensors | journal_tensors(rows, first_step)
+
+
+def _weight_tensors(prefix: str, entries: Sequence[Entry]) -> dict[str, Sequence[Tensor]]:
+    calls = [entry.call for entry in entries]
+    counts = [(entry.step, entry.call.backward, entry.call.use, len(entry.numbers)) for entry in entries]
+    tensors: dict[str, Sequence[Tensor]] = {f"{prefix}/keys": _one_dtype([entry.keys for entry in entries])}
+    gradients = [call.gradients for call in calls if call.gradients is not None]
+    if gradients:
+        tensors[f"{prefix}/gradients"] = _one_dtype(gradients)
+    tensors[f"{prefix}/examples"] = [_joined([call.examples.numpy() for call in calls])]
+    tensors[f"{prefix}/calls"] = [torch.from_numpy(np.array(counts, dtype=np.int64))]
+    if any(len(entry.keys) < len(entry.numbers) for entry in entries):
+        tensors[f"{prefix}/numbers"] = [_joined([entry.numbers for entry in entries])]
+    positions = [call.positions.numpy() for call in calls]
+    if any(part.any() for part in positions):
+        tensors[f"{prefix}/positions"] = [_joined(positions)]
     return tensors
 
 
-def _weight_tensors(prefix: str, calls: Sequence[tuple[Call, int]], values: bool) -> dict[str, list[Tensor]]:
-    numbers = [(step, call.backward, call.use, len(call.keys)) for call, step in calls]
-    tensors = {
-        f"{prefix}/keys": _one_dtype([call.keys for call, _ in calls]),
-        f"{prefix}/examples": [call.examples for call, _ in calls],
-        f"{prefix}/calls": [torch.tensor(numbers, dtype=torch.int64)],
-    }
-    if values:
-        tensors[f"{prefix}/gradients"] = _one_dtype([call.gradients for call, _ in calls])
-    if any(bool(call.positions.any()) for call, _ in calls):
-        tensors[f"{prefix}/positions"] = [call.positions for call, _ in calls]
-    return tensors
+def _joined(parts: Sequence[np.ndarray]) -> Int64[Tensor, " events"]:
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
     """Parts of one tensor in their widest dtype: autocast may have been on for some steps only."""
-    widest = reduce(torch.promote_types, {part.dtype for part in parts})
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) == 1:
+        return parts
+    widest = reduce(torch.promote_types, dtypes)
     return [part.to(widest) for part in parts]
 
 
-def sketch_tensors(sketches: Mapping[int, Tensor], hashes: Sequence[int]) -> dict[str, list[Tensor]]:
-    """The sketches W @ R and the hashes of all parameters at a segment's last step."""
+def sketch_tensors(
+    sketches: Mapping[int, Tensor], velocities: Mapping[int, Tensor], hashes: Sequence[int]
+) -> dict[str, Sequence[Tensor]]:
+    """The sketches W @ R and v @ R and the hashes of all parameters at a segment's last step."""
     tensors = {f"sketch/{parameter}": [sketch] for parameter, sketch in sketches.items()}
+    tensors |= {f"velocity_sketch/{parameter}": [sketch] for parameter, sketch in velocities.items()}
     return {**tensors, "hashes": [torch.tensor(list(hashes), dtype=torch.int64)]}
 
 
-def read_blocks(file: TensorFile, record: SegmentRecord, weight: int, until: int, rows: int) -> Iterator[Block]:
-    """The events of one weight in one segment up to step `until`, at most `rows` at a time."""
+def read_calls(file: TensorFile, weight: int, since: int, until: int) -> tuple[Int64[Tensor, "calls 4"], int]:
+    """Step, backward, use and events of the calls of steps since+1…until, and how many events come before them."""
+    calls = file.read(f"w{weight}/calls")
+    before = int(calls[calls[:, 0] <= since, 3].sum())
+    return calls[(calls[:, 0] > since) & (calls[:, 0] <= until)], before
+
+
+def read_blocks(
+    file: TensorFile, record: SegmentRecord, weight: int, since: int, until: int, rows: int, gather: Gather
+) -> Iterator[Block]:
+    """The events of one weight in one segment of steps since+1…until, at most `rows` at a time."""
     if record.events[weight] == 0:
         return
     prefix = f"w{weight}"
-    calls = file.read(f"{prefix}/calls")
-    calls = calls[calls[:, 0] <= until]
+    calls, before = read_calls(file, weight, since, min(until, record.last_step))
     per_event = torch.repeat_interleave(calls[:, :3], calls[:, 3], dim=0)
-    for start in range(0, len(per_event), rows):
-        stop = min(start + rows, len(per_event))
-        steps, backwards, uses = per_event[start:stop].unbind(1)
-        gradients = f"{prefix}/gradients"
-        positions = f"{prefix}/positions"
+    for at in range(0, len(per_event), rows):
+        steps, backwards, uses = per_event[at : at + rows].unbind(1)
+        start, stop = before + at, before + at + len(steps)
+        gradients, positions, numbers = f"{prefix}/gradients", f"{prefix}/positions", f"{prefix}/numbers"
+        if numbers in file:
+            keys = gather(weight, file.read(numbers, start, stop))
+        else:
+            keys = file.read(f"{prefix}/keys", start, stop)
         yield Block(
-            keys=file.read(f"{prefix}/keys", start, stop),
+            keys=keys,
             gradients=file.read(gradients, start, stop) if gradients in file else None,
             events=torch.arange(start, stop) + record.first_events[weight],
             steps=steps,

@@ -7,16 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dualform.blocks import Block
-from dualform.errors import BadCall, BadQuery, EmptyMemory
+from dualform.errors import BadCall, BadQuery, DamagedMemory, EmptyMemory
 from dualform.memory.columns import Column, column_names, read_column, write_column
-from dualform.memory.files import FileRecord, TensorFile
 from dualform.memory.journal import Journal
-from dualform.memory.manifest import read_manifest
-from dualform.memory.segment import read_blocks
+from dualform.memory.manifest import SegmentRecord, read_manifest
+from dualform.memory.mapped import TensorFile
+from dualform.memory.segment import read_blocks, read_calls
 from dualform.memory.verify import Verification, verify
 
 # Small enough that the fp64 copies of a block stay in the cache and in memory that is already mapped.
@@ -29,16 +31,32 @@ class StoredMemory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
+        while True:
+            try:
+                self._open_files()
+                break
+            except DamagedMemory:
+                # A resumed run may drop files between our reading the manifest and opening them.
+                before, self.manifest = self.manifest, read_manifest(self.path)
+                if self.manifest == before:
+                    raise
+        self._columns: dict[str, Column] = {}
+        self.told: set[object] = set()
+
+    def _open_files(self) -> None:
         self._initial = TensorFile(self.path, self.manifest.initial)
         self._segments = [TensorFile(self.path, segment.file) for segment in self.manifest.segments]
         self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
-        self._columns: dict[str, Column] = {}
-        self.told: set[object] = set()
 
     @cached_property
     def journal(self) -> Journal:
         """The per-step scalars of the run."""
-        return Journal(self._segments, len(self.manifest.parameters))
+        return Journal(list(self.segments), len(self.manifest.parameters))
+
+    @property
+    def segments(self) -> Iterator[tuple[TensorFile, SegmentRecord]]:
+        """Every segment and its record, in order."""
+        return zip(self._segments, self.manifest.segments, strict=True)
 
     @property
     def steps(self) -> int:
@@ -48,11 +66,7 @@ class StoredMemory:
     @property
     def bytes(self) -> int:
         """The size of the memory's own files."""
-        return sum(record.bytes for record in self._records())
-
-    def _records(self) -> list[FileRecord]:
-        final = [self.manifest.final] if self.manifest.final else []
-        return [self.manifest.initial, *(segment.file for segment in self.manifest.segments), *final]
+        return sum(record.bytes for record in self.manifest.files)
 
     def end(self, until: Any) -> int:
         """`until` as a step number, the last committed one by default."""
@@ -69,21 +83,61 @@ class StoredMemory:
                 f"{self.path} holds no step yet: recording began there, but nothing was committed after step 0."
             )
 
-    def blocks(self, weight: int, until: int, rows: int = BLOCK_ROWS) -> Iterator[Block]:
-        """The events of one weight of steps 1…until, in order, at most `rows` at a time."""
-        for file, record in zip(self._segments, self.manifest.segments, strict=True):
-            if record.first_step <= until:
-                yield from read_blocks(file, record, weight, until, rows)
+    def blocks(self, weight: int, until: int, rows: int = BLOCK_ROWS, since: int = 0) -> Iterator[Block]:
+        """The events of one weight of steps since+1…until, in order, at most `rows` at a time."""
+        for file, record in self.segments:
+            if record.first_step <= until and record.last_step > since:
+                yield from read_blocks(file, record, weight, since, until, rows, self.keys)
+
+    def stored_keys(self, weight: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]]:
+        """Every stored key of a weight once, with the example and position of its first event, and its number."""
+        for file, record in self.segments:
+            prefix, last = f"w{weight}", record.first_keys[weight] - 1
+            if not record.keys[weight]:
+                continue
+            events = record.events[weight]
+            numbers = np.arange(last + 1, last + 1 + events)
+            if f"{prefix}/numbers" in file:
+                numbers = file.read(f"{prefix}/numbers", 0, events).numpy()
+            highest = np.maximum.accumulate(np.concatenate([[last], numbers[:-1]]))
+            first = np.flatnonzero(numbers > highest)
+            examples = file.read(f"{prefix}/examples", 0, events).numpy()[first]
+            positions = np.zeros_like(examples)
+            if f"{prefix}/positions" in file:
+                positions = file.read(f"{prefix}/positions", 0, events).numpy()[first]
+            for at in range(0, len(first), BLOCK_ROWS):
+                part = slice(at, at + BLOCK_ROWS)
+                keys = file.read(f"{prefix}/keys", at, min(at + BLOCK_ROWS, len(first)))
+                yield keys, examples[part], positions[part], numbers[first][part]
+
+    def keys(self, weight: int, numbers: Int64[Tensor, " keys"]) -> Float[Tensor, "keys dim_in"]:
+        """Stored keys by their numbers: repeated ones may be in any earlier segment."""
+        firsts = [record.first_keys[weight] for record in self.manifest.segments]
+        owners = np.searchsorted(firsts, numbers.numpy(), side="right") - 1
+        parts: list[Tensor] = []
+        places: list[np.ndarray] = []
+        for owner in np.unique(owners).tolist():
+            at = np.flatnonzero(owners == owner)
+            within = numbers[at] - firsts[owner]
+            if owner < 0 or int(within.max()) >= self.manifest.segments[owner].keys[weight]:
+                raise DamagedMemory(f"{self.path}: an event of weight {weight} has a key that is not stored.")
+            parts.append(self._segments[owner].gather(f"w{weight}/keys", within))
+            places.append(at)
+        if len(parts) == 1:
+            return parts[0]
+        keys = torch.cat(parts)
+        order = np.empty(len(keys), dtype=np.int64)
+        order[np.concatenate(places)] = np.arange(len(keys))
+        return keys[order]
 
     def events(self, weight: int, until: int) -> int:
         """How many events of a weight are in steps 1…until."""
         total = 0
-        for file, record in zip(self._segments, self.manifest.segments, strict=True):
+        for file, record in self.segments:
             if record.last_step <= until:
                 total += record.events[weight]
             elif record.first_step <= until and record.events[weight]:
-                calls = file.read(f"w{weight}/calls")
-                total += int(calls[calls[:, 0] <= until, 3].sum())
+                total += int(read_calls(file, weight, 0, until)[0][:, 3].sum())
         return total
 
     def half_precision(self, weight: int) -> str | None:
@@ -113,11 +167,22 @@ class StoredMemory:
 
     def sketch(self, parameter: int, step: int) -> Tensor | None:
         """W @ R at a committed step; None where no commit ended at that step."""
+        return self._at_commit(f"sketch/{parameter}", step)
+
+    def velocity_sketch(self, parameter: int, step: int) -> Tensor | None:
+        """v @ R at a committed step; None where there was no velocity, or no commit ended at that step."""
+        return self._at_commit(f"velocity_sketch/{parameter}", step)
+
+    def committed(self, step: int) -> bool:
+        """Whether a commit ended at this step, so that there are sketches of it."""
+        return step == 0 or any(record.sketched == record.last_step == step for record in self.manifest.segments)
+
+    def _at_commit(self, name: str, step: int) -> Tensor | None:
         if step == 0:
-            return self._initial.read(f"sketch/{parameter}")
-        for file, record in zip(self._segments, self.manifest.segments, strict=True):
-            if record.last_step == step:
-                return file.read(f"sketch/{parameter}")
+            return self._initial.read(name) if name in self._initial else None
+        for file, record in self.segments:
+            if record.sketched == record.last_step == step:
+                return file.read(name) if name in file else None
         return None
 
     def others(self, until: int) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -125,14 +190,14 @@ class StoredMemory:
         names = [*self.manifest.every_step, *self.manifest.at_commits]
         values = {name: self._initial.read(f"other/{name}") for name in names}
         steps = dict.fromkeys(names, 0)
-        for file, record in zip(self._segments, self.manifest.segments, strict=True):
+        for file, record in self.segments:
             if record.first_step > until:
                 break
             at = min(until, record.last_step)
             for name in self.manifest.every_step:
                 values[name] = file.read(f"other/{name}")[at - record.first_step]
                 steps[name] = at
-            if record.last_step <= until:
+            if record.sketched == record.last_step <= until:
                 for name in self.manifest.at_commits:
                     values[name] = file.read(f"other/{name}")
                     steps[name] = record.last_step

@@ -9,8 +9,9 @@ from tqdm import tqdm
 
 from dualform.errors import DamagedMemory
 from dualform.memory.columns import column_names, read_column
-from dualform.memory.files import CHUNK, TensorFile
+from dualform.memory.files import CHUNK
 from dualform.memory.manifest import read_manifest
+from dualform.memory.mapped import TensorFile
 
 
 @dataclass(frozen=True)

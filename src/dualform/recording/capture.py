@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualform.recording.ids import NO_EXAMPLE, Batch, fit_ids
-from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
+from dualform.recording.ids import NO_EXAMPLE, Batch
+from dualform.recording.targets import HALVES, Arrived, Pass, Target, Targets, Use
 
 PENDING = 1024  # backward passes that one parameter may gather before a step
 
@@ -31,6 +31,7 @@ class _Forward:
     use: Use
     stored: Tensor
     version: int
+    fixed: bool
     batch: Batch | None
 
 
@@ -78,13 +79,14 @@ class Capture:
         tell: Callable[[str, str], None],
         batch: Callable[[], Batch | None],
         wanted: Callable[[Target], bool],
+        hold: Callable[[Target, str, Tensor], Tensor],
     ) -> None:
         self.guard = guard
-        self._tell, self._batch, self._wanted = tell, batch, wanted
+        self._tell, self._batch, self._wanted, self._hold = tell, batch, wanted, hold
         self._targets = targets
         self._pid = os.getpid()
         self._order = 0
-        self._backwards = 0
+        self.backwards = 0
         self._open: dict[int, _Backward] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -119,12 +121,13 @@ class Capture:
         batch = self._batch()
         if batch is not None:
             leading = use.kind.leading(stored)
-            batch.fitted += fit_ids(batch, leading) is not None
+            batch.fitted += batch.fit(leading) is not None
             batch.misfits = leading
+        fixed = not stored.requires_grad
         stored = stored.detach()
         if use.copy_at_forward:
             stored = stored.clone()
-        call = _Forward(self._order, use, stored, stored._version, batch)
+        call = _Forward(self._order, use, stored, stored._version, fixed, batch)
         self._order += 1
         _product(output).register_hook(partial(self.guard, self._saw_gradient, call))
 
@@ -140,10 +143,20 @@ class Capture:
                 "from now on it is copied at forward",
             )
         # Under autocast the product is computed in the output's dtype: so is the key.
-        keys = use.kind.keys(call.stored).to("cpu", gradient.dtype, copy=True).contiguous()
-        gradients = use.kind.gradients(gradient.detach()).to("cpu", copy=True).contiguous()
+        keys = use.kind.keys(call.stored).to(gradient.dtype)
+        gradients = use.kind.gradients(gradient.detach())
         examples, positions = self._numbers(call, len(keys))
-        arrived = Arrived(call.order, use, keys, gradients, examples, positions)
+        trained = [target for target in (use.weight, use.bias) if target is not None and target.parameter.requires_grad]
+        arrived = Arrived(
+            call.order,
+            use,
+            self._hold(use.weight, "keys", keys),
+            self._hold(use.weight, "gradients", gradients),
+            examples,
+            positions,
+            call.fixed,
+            {target: target.sketch_of(keys, gradients) for target in trained},
+        )
         backward = self._backward()
         backward.arrived.append(arrived)
         for target in (use.weight, use.bias):
@@ -151,7 +164,7 @@ class Capture:
                 backward.fresh.setdefault(target, target.parameter.grad is None)
 
     def _numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
-        fitted = fit_ids(call.batch, call.use.kind.leading(call.stored)) if call.batch else None
+        fitted = call.batch.fit(call.use.kind.leading(call.stored)) if call.batch else None
         if fitted is not None:
             return fitted
         if call.batch is not None:
@@ -189,7 +202,7 @@ class Capture:
             return
         backward.settled.add(target)
         if backward.number is None:
-            backward.number, self._backwards = self._backwards, self._backwards + 1
+            backward.number, self.backwards = self.backwards, self.backwards + 1
         rows.sort(key=lambda arrived: arrived.order)
         if len(target.passes) >= PENDING:
             self._tell(
@@ -198,6 +211,13 @@ class Capture:
             )
             del target.passes[0]
         target.passes.append(_gather(target, rows, backward.number, backward.fresh.get(target, False)))
+
+    def leave_arena(self) -> None:
+        """Copy what is still waiting for its step: the arena is about to be used for other rows."""
+        waiting = [row for target in self._targets.parameters for one in target.passes for row in one.rows]
+        waiting += [row for backward in self._open.values() for row in backward.arrived]
+        for row in dict.fromkeys(waiting):
+            row.move_out()
 
     def forget_unfinished(self) -> None:
         """Drop what arrived in backward passes that never ended (an exception inside them)."""
@@ -227,12 +247,9 @@ def _gather(target: Target, rows: list[Arrived], number: int, fresh: bool) -> Pa
     """A pass of one parameter, with the sketch of what its rows put into the gradient."""
     total = np.zeros(0)
     for row in rows:
-        keys, gradients = row.keys, row.gradients
-        if keys.dtype in (torch.float16, torch.bfloat16):
-            target.half = True
-            keys, gradients = keys.float(), gradients.float()
-        # Σ (x·R) ⊗ g is more than twice as fast this way round as Σ g ⊗ (x·R).
-        sketch = gradients.sum(dim=0) if target.projection is None else (target.project(keys).T @ gradients).T
-        vector = sketch.reshape(-1).numpy().astype(np.float64)
-        total = total + vector if len(total) else vector
+        sketch = row.sketches[target].reshape(-1).cpu().numpy().astype(np.float64)
+        total = total + sketch if len(total) else sketch
+        target.half |= row.keys.dtype in HALVES
+        if target is row.use.weight:
+            row.finite = bool(np.isfinite(sketch).all())
     return Pass(number, total, rows, target.projection is None, fresh)

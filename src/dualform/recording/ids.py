@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,13 @@ class Batch:
     dim: int
     fitted: int = 0
     misfits: tuple[int, ...] | None = None
+    _fits: dict[tuple[int, ...], tuple[Tensor, Tensor] | None] = field(default_factory=dict)
+
+    def fit(self, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+        """The example and the position of every event of an input with these leading dimensions, if the ids fit."""
+        if leading not in self._fits:
+            self._fits[leading] = fit_ids(self, leading)
+        return self._fits[leading]
 
 
 def read_ids(ids: Any, examples: int | None) -> Int64[Tensor, "..."]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,13 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BadCall, BadIds, DualformError, RecordingFailed
-from dualform.memory import Column, Manifest, StepRow, Writer, prepare_directory
+from dualform.memory import Column, Writer
 from dualform.memory.columns import write_column
-from dualform.memory.files import FileRecord, tensor_hash
-from dualform.memory.manifest import OptimizerRecord, ParameterRecord, UseRecord, WeightRecord
-from dualform.optimizers import is_linear, is_nested
+from dualform.memory.directory import clear_leftovers, is_unused, make_directory
+from dualform.memory.files import FileRecord, tensor_hash, write_tensors
+from dualform.memory.ledger import Ledger
+from dualform.memory.lock import Lock
+from dualform.memory.manifest import write_manifest
+from dualform.memory.segment import sketch_tensors
+from dualform.optimizers import is_nested
 from dualform.recording.capture import Capture
+from dualform.recording.description import describe, initial_tensors
 from dualform.recording.ids import Batch, read_ids
+from dualform.recording.plain import run_plain
+from dualform.recording.resume import resumed_memory
 from dualform.recording.stepping import Stepping
 from dualform.recording.targets import Layers, Target, find_targets
 
@@ -43,46 +48,89 @@ class Recorder:
         columns: Sequence[Column],
         layers: Layers,
         keep: str,
+        resume_at: int | None,
         recipe: str | None,
         on_error: str,
     ) -> None:
         self.path = path
         self._optimizers = optimizers
         self._columns = columns
-        self._keep, self._recipe, self._on_error = keep, recipe, on_error
+        self._keep, self._resume_at, self._recipe, self._on_error = keep, resume_at, recipe, on_error
         self._targets = find_targets(model, layers, seed=0x0D0A1F)
         self._examples = len(columns[0]) if columns else None
         self._batch: Batch | None = None
         self._told: dict[str, str] = {}
         self._handles: list[Any] = []
         self._writer: Writer | None = None
+        self._lock: Lock | None = None
         self._failure: str | None = None
         self._closed = False
         self._between_steps = True
+        self._estimated = False
         self._pid = os.getpid()
+        self._weight_number = {target: at for at, target in enumerate(self._targets.weights)}
         self._capture = Capture(
-            self._targets, self._guard, self._tell, lambda: self._batch, lambda t: self._stepping.owns(t)
+            self._targets,
+            self._guard,
+            self._tell,
+            batch=lambda: self._batch,
+            wanted=lambda target: self._stepping.owns(target),
+            hold=self._hold,
         )
-        self._stepping = Stepping(self._targets, optimizers, self._tell, self._capture)
+        self._stepping = Stepping(self._targets, optimizers, self._tell, self._capture, values=keep == "all")
 
     def start(self) -> Recorder:
         """Read the initial weights, commit step 0, and put the hooks on."""
         if self._writer is not None:
             raise BadCall("this recorder was started already; call dualform.record again for another run.")
-        prepare_directory(self.path)
+        make_directory(self.path)
+        self._lock = Lock(self.path)
         try:
+            resumed = self._resume_at is not None and not (self._resume_at == 0 and is_unused(self.path))
+            if not resumed:
+                clear_leftovers(self.path)
             self._install_hooks()
-            with _plain_torch():
-                for column in self._columns:
-                    write_column(self.path, column)
-                self._stepping.start()
-                self._writer = Writer(self.path, self._manifest, self._initial())
+            self._writer = run_plain(self._resume if resumed else self._begin)
         except BaseException:
             self._remove_hooks()
+            self._lock.release()
             raise
         for note in self._targets.notes:
             self._tell(note, note)
         return self
+
+    def _begin(self) -> Writer:
+        for column in self._columns:
+            write_column(self.path, column)
+        self._stepping.start()
+        record = write_tensors(self.path, "initial.safetensors", initial_tensors(self._targets, self._stepping))
+        manifest = describe(self._targets, self._stepping, self._optimizers, self._keep, self._recipe, record)
+        write_manifest(self.path, manifest)
+        return Writer(self.path, manifest, [Ledger() for _ in manifest.weights])
+
+    def _resume(self) -> Writer:
+        assert self._resume_at is not None
+        blank = describe(
+            self._targets, self._stepping, self._optimizers, self._keep, self._recipe, FileRecord("", 0, ())
+        )
+        memory = resumed_memory(self.path, self._resume_at, blank, self._targets, self._stepping)
+        if not self._columns and memory.columns:
+            self._examples = len(memory.column(memory.columns[0]))
+        for column in self._columns:
+            write_column(self.path, column)
+        self._stepping.start(memory.steps, memory.manifest.findings)
+        self._capture.backwards = memory.journal.backwards
+        self._told = {message: message for message in memory.manifest.told}
+        counts = memory.manifest.segments[-1].next_keys if memory.manifest.segments else (0,) * len(blank.weights)
+        ledgers = [Ledger(count, partial(memory.stored_keys, at)) for at, count in enumerate(counts)]
+        return Writer(self.path, memory.manifest, ledgers)
+
+    def _hold(self, weight: Target, part: str, rows: Tensor) -> Tensor:
+        """A copy of keys or gradients for the writer; the rows themselves where they are not stored."""
+        assert self._writer is not None
+        if part == "gradients" and self._keep != "all":
+            return rows
+        return self._writer.hold(self._weight_number[weight], part, rows)
 
     def _install_hooks(self) -> None:
         self._capture.install()
@@ -131,8 +179,16 @@ class Recorder:
         """Commit what is left, store the final weights, and take every hook off."""
         self._remove_hooks()
         if self._writer is not None and not self._closed:
-            self._guard(self._finish)
             self._closed = True
+            try:
+                self._guard(self._finish)
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        """Let another writer in; in a forked child the lock is the parent's."""
+        if self._lock is not None and os.getpid() == self._pid:
+            self._lock.release()
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -151,8 +207,7 @@ class Recorder:
         if self._failure is not None or os.getpid() != self._pid:
             return None  # stopped, or in a forked child, which records nothing
         try:
-            with _plain_torch():
-                return function(*arguments)
+            return run_plain(function, *arguments)
         except Exception as error:
             self._fail(error)
             if self._on_error == "raise":
@@ -176,6 +231,7 @@ class Recorder:
                 self._writer.fail(self._failure)
             except OSError as second:
                 logger.error("the manifest of %s cannot be written either: %s", self.path, second)
+            self._release()
 
     def _remove_hooks(self) -> None:
         self._capture.remove()
@@ -218,17 +274,16 @@ class Recorder:
         self._capture.forget_unfinished()
         row.others = {name: place.current().clone() for name, place in self._targets.every_step.items()}
         self._writer.append(row)
-        if self._stepping.steps == 1:
-            self._estimate(row)
+        if self._writer.manifest.steps + 1 == self._stepping.steps and not self._estimated:
+            self._estimate()
         self._between_steps = True
         if self._writer.due:
             self._commit(False)
 
-    def _estimate(self, row: StepRow) -> None:
-        calls = [call for group in row.calls.values() for call in group]
-        size = sum(
-            c.keys.nbytes + c.examples.nbytes + (c.gradients.nbytes if self._keep == "all" else 0) for c in calls
-        )
+    def _estimate(self) -> None:
+        assert self._writer is not None
+        self._estimated = True
+        size = self._writer.gathered
         free = shutil.disk_usage(self.path).free
         logger.info(
             "recording to %s: the first step took %.2f MB; 1,000 like it take %.2f GB; %.1f GB are free",
@@ -239,15 +294,12 @@ class Recorder:
 
     def _commit(self, wait: bool) -> None:
         assert self._writer is not None
-        parameters = self._targets.parameters
-        self._writer.commit(
-            sketches=self._stepping.check_all(),
-            hashes=[tensor_hash(target.parameter) for target in parameters],
-            others={name: place.current().clone() for name, place in self._targets.at_commits.items()},
-            findings=self._stepping.findings,
-            told=list(self._told.values()),
-            wait=wait,
-        )
+        sketches, velocities = self._stepping.check_all()
+        hashes = [tensor_hash(target.parameter) for target in self._targets.parameters]
+        extra = sketch_tensors(sketches, velocities, hashes)
+        extra |= {f"other/{name}": [place.current().clone()] for name, place in self._targets.at_commits.items()}
+        self._capture.leave_arena()
+        self._writer.commit(extra, self._stepping.findings, list(self._told.values()), wait)
         if self._writer.manifest.nonfinite:
             self._tell(
                 "nonfinite",
@@ -262,60 +314,6 @@ class Recorder:
         self._commit(True)
         self._writer.close({f"parameter/{target.name}": target.parameter for target in self._targets.parameters})
 
-    def _initial(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for target in self._targets.parameters:
-            tensors[f"parameter/{target.name}"] = target.parameter.detach()
-            tensors[f"sketch/{target.index}"] = target.sketch(target.parameter)
-            velocity = self._stepping.velocity(target)
-            if velocity is not None:
-                tensors[f"velocity/{target.name}"] = velocity
-            if target.projection is not None:
-                tensors[f"probe/{target.index}"] = target.projection
-        for name, place in (self._targets.every_step | self._targets.at_commits).items():
-            tensors[f"other/{name}"] = place.current()
-        return tensors
-
-    def _manifest(self, initial: FileRecord) -> Manifest:
-        return Manifest(
-            id=uuid.UUID(bytes=os.urandom(16), version=4).hex,
-            dualform=importlib.metadata.version("dualform"),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            keep=self._keep,
-            recipe=self._recipe,
-            optimizers=tuple(OptimizerRecord(type(o).__name__, is_linear(o)) for o in self._optimizers),
-            parameters=tuple(self._parameter_record(target) for target in self._targets.parameters),
-            weights=tuple(self._weight_record(target) for target in self._targets.weights),
-            initial=initial,
-            every_step=tuple(self._targets.every_step),
-            at_commits=tuple(self._targets.at_commits),
-        )
-
-    def _parameter_record(self, target: Target) -> ParameterRecord:
-        dtype = str(target.parameter.dtype).removeprefix("torch.")
-        shape = tuple(target.parameter.shape)
-        return ParameterRecord(target.name, tuple(target.names), shape, dtype, self._stepping.owner(target))
-
-    def _weight_record(self, target: Target) -> WeightRecord:
-        uses = [use for use in self._targets.uses if use.weight is target]
-        dim_out, dim_in = target.parameter.shape
-        records = (
-            UseRecord(use.map, use.module_name, use.kind.name, use.bias.name if use.bias else None) for use in uses
-        )
-        return WeightRecord(target.name, dim_in, dim_out, tuple(records))
-
-
-@contextlib.contextmanager
-def _plain_torch() -> Iterator[None]:
-    """No gradients, no autocast, everything on the CPU: whatever the user's loop has switched on."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
-
 
 def _bound(guard: Callable[..., Any], function: Callable[..., Any], index: int) -> Callable[..., Any]:
     return lambda optimizer, args, kwargs: guard(function, index, optimizer, args, kwargs)
@@ -329,6 +327,7 @@ def record(
     examples: Mapping[str, Any] | None = None,
     layers: Layers = None,
     keep: str = "all",
+    resume_at: int | None = None,
     recipe: str | None = None,
     on_error: str = "tell",
 ) -> Recorder:
@@ -342,8 +341,9 @@ def record(
             optimizer.zero_grad()
 
     `examples` are columns indexed by example id. `layers` chooses layers by glob or by a predicate of name and
-    module. `keep` is "all" (keys and gradients) or "keys" (scores only). `on_error="raise"` lets a failure of
-    the recorder stop the training, too.
+    module. `keep` is "all" (keys and gradients) or "keys" (scores only). `resume_at` goes on with a run in `path`
+    from a checkpoint of that step, which was loaded into model and optimiser; it drops what came after it.
+    `on_error="raise"` lets a failure of the recorder stop the training, too.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [optimizer]
@@ -359,6 +359,8 @@ def record(
         raise BadCall(f"keep must be one of {', '.join(map(repr, KEEP))}, not {keep!r}.")
     if on_error not in ("tell", "raise"):
         raise BadCall(f"on_error must be 'tell' or 'raise', not {on_error!r}.")
+    if resume_at is not None and (isinstance(resume_at, bool) or not isinstance(resume_at, int) or resume_at < 0):
+        raise BadCall(f"resume_at must be the number of a step, 0 or larger, not {resume_at!r}.")
     if recipe is not None and not isinstance(recipe, str):
         raise BadCall(f"recipe must be a name, not {recipe!r}.")
     if examples is not None and not hasattr(examples, "items"):
@@ -367,4 +369,4 @@ def record(
     lengths = {column.name: len(column) for column in columns}
     if len(set(lengths.values())) > 1:
         raise BadCall(f"all columns of examples need one entry per example id; their lengths differ: {lengths}.")
-    return Recorder(model, optimizers, Path(path).absolute(), columns, layers, keep, recipe, on_error)
+    return Recorder(model, optimizers, Path(path).absolute(), columns, layers, keep, resume_at, recipe, on_error)

@@ -40,7 +40,9 @@ class Stepping:
         optimizers: Sequence[torch.optim.Optimizer],
         tell: Callable[[str, str], None],
         capture: Capture,
+        values: bool,
     ) -> None:
+        self._values = values
         self._targets, self._optimizers = targets, optimizers
         self._tell, self._capture = tell, capture
         self._by_parameter = {target.parameter: target for target in targets.parameters}
@@ -54,9 +56,11 @@ class Stepping:
         self.steps = 0
         self._look_up_owners()
 
-    def start(self) -> None:
-        """Begin to watch the weights as they are now."""
-        self._watches = {t: Watch(t, self.velocity(t)) for t in self._targets.parameters}
+    def start(self, steps: int = 0, findings: Sequence[Finding] = ()) -> None:
+        """Begin to watch the weights as they are now, after the steps and with the findings of a run so far."""
+        self.steps = steps
+        self._findings = {(finding.parameter, finding.kind): finding for finding in findings}
+        self._watches = {t: Watch(t, self.velocity(t), steps) for t in self._targets.parameters}
 
     @property
     def findings(self) -> list[Finding]:
@@ -157,10 +161,15 @@ class Stepping:
                     arrived.use.index,
                     one.backward,
                     arrived.keys,
-                    arrived.gradients,
+                    arrived.gradients if self._values else None,
                     arrived.examples,
                     arrived.positions,
+                    arrived.fixed,
+                    arrived.nonfinite,
                 )
+                weight, bias = arrived.use.weight, arrived.use.bias
+                if bias is not None and self.owner(weight) != self.owner(bias):
+                    arrived.move_out()  # the other one's step may come much later
                 row.calls.setdefault(self._number_of[arrived.use.weight], []).append(call)
 
     def _journal(self, row: StepRow, target: Target, prepared: _Prepared) -> None:
@@ -185,8 +194,8 @@ class Stepping:
             watch.resume(None)
             watch.checked = self.steps
 
-    def check_all(self) -> dict[int, Tensor]:
-        """Compare every weight with its prediction; the sketches as they are now, by parameter."""
+    def check_all(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Compare every weight with its prediction; the sketches of weights and velocities as they are now."""
         sketches = {target: target.sketch(target.parameter) for target in self._targets.parameters}
         for target, sketch in sketches.items():
             self._check(target, self.steps, sketch)
@@ -195,7 +204,11 @@ class Stepping:
                 if used and all(used.parameter is not one for one in use.module._parameters.values()):
                     reason = f"the parameter of {use.map} was replaced by another one; recording follows the old one"
                     self._find(used, "replaced", reason, self.steps, self.steps)
-        return {target.index: sketch for target, sketch in sketches.items()}
+        velocities = {target: self.velocity(target) for target in sketches}
+        return (
+            {target.index: sketch for target, sketch in sketches.items()},
+            {target.index: target.sketch(v) for target, v in velocities.items() if v is not None},
+        )
 
     def _check(self, target: Target, step: int, sketch: Tensor | None = None) -> None:
         watch = self._watches[target]

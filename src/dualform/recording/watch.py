@@ -23,10 +23,10 @@ CHECK_EVERY = 32
 class Watch:
     """Predicts the sketch of one parameter over a stretch of steps."""
 
-    def __init__(self, target: Target, velocity: Tensor | None) -> None:
+    def __init__(self, target: Target, velocity: Tensor | None, step: int) -> None:
         self._target = target
         self._unit = torch.finfo(target.parameter.dtype).eps / 2
-        self.checked = 0
+        self.checked = step
         self.resume(velocity)
 
     def resume(self, velocity: Tensor | None) -> None:

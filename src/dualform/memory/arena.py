@@ -1,0 +1,135 @@
+"""The arena: page-aligned memory, made once, in which keys and gradients gather until they are written.
+
+A stream is what one tensor of a segment is made of: the keys, or the gradients, of one weight. Rows that a training
+step produces are copied into their stream one behind the other, and leave for the disk from there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.memory.disk import PAGE
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many rows of which width and dtype a stream has room for."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The room it takes, in whole pages."""
+        return -(-self.rows * self.width * self.dtype.itemsize // PAGE) * PAGE
+
+
+class Arena:
+    """One buffer with a place for every stream; `pinned` for rows that come from a GPU."""
+
+    def __init__(self, shapes: Mapping[str, Shape], pinned: bool) -> None:
+        self.pinned = pinned
+        whole = _pages(sum(shape.bytes for shape in shapes.values()), pinned)
+        self._streams: dict[str, Tensor] = {}
+        at = 0
+        for name, shape in shapes.items():
+            part = torch.from_numpy(whole[at : at + shape.rows * shape.width * shape.dtype.itemsize])
+            self._streams[name] = part.view(shape.dtype).reshape(shape.rows, shape.width)
+            at += shape.bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: what was held is on disk."""
+        self._filled = dict.fromkeys(self._streams, 0)
+
+    def hold(self, stream: str, rows: Tensor) -> Tensor | None:
+        """Copy rows to the end of their stream; None where they do not fit there."""
+        place = self._streams.get(stream)
+        if place is None or place.dtype != rows.dtype or place.shape[1] != rows.shape[1]:
+            return None
+        start = self._filled[stream]
+        end = start + len(rows)
+        if end > len(place) or rows.is_cuda != self.pinned:
+            return None
+        self._filled[stream] = end
+        return place[start:end].copy_(rows, non_blocking=self.pinned)
+
+    def release(self, stream: str, held: Tensor) -> None:
+        """Give back the place of what `hold` returned last; nothing where it was not the last."""
+        place = self._streams.get(stream)
+        if place is None or held.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():
+            return
+        start = held.storage_offset() // place.shape[1]
+        if start + len(held) == self._filled[stream]:
+            self._filled[stream] = start
+
+
+class Staging:
+    """Two arenas in turn: training fills one while the other is being written."""
+
+    def __init__(self) -> None:
+        self._arenas: list[Arena] = []
+        self._from_gpu = False
+        self._side: torch.cuda.Stream | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are arenas yet."""
+        return bool(self._arenas)
+
+    def make(self, shapes: Mapping[str, Shape]) -> None:
+        """Make both arenas, once it is known what a step needs."""
+        self._arenas = [Arena(shapes, self._from_gpu), Arena(shapes, self._from_gpu)]
+
+    def hold(self, stream: str, rows: Tensor) -> Tensor:
+        """A copy of rows on the CPU, in the arena if there is room."""
+        if rows.is_cuda:
+            self._from_gpu = True
+        if rows.is_cuda and self._arenas:
+            return self._hold_from_gpu(stream, rows)
+        held = self._arenas[0].hold(stream, rows) if self._arenas else None
+        return rows.to("cpu", copy=True).contiguous() if held is None else held
+
+    def _hold_from_gpu(self, stream: str, rows: Tensor) -> Tensor:  # not run on a GPU here
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            held = self._arenas[0].hold(stream, rows)
+        rows.record_stream(self._side)
+        return rows.to("cpu", copy=True).contiguous() if held is None else held
+
+    def release(self, stream: str, held: Tensor) -> None:
+        """Give back the place of what was held last."""
+        if self._arenas:
+            self._arenas[0].release(stream, held)
+
+    def wait(self) -> None:
+        """Until every copy from a GPU has arrived."""
+        if self._side is not None:
+            self._side.synchronize()
+
+    def turn(self) -> None:
+        """Fill the other arena from now on; what it held before must be written."""
+        if self._arenas:
+            self._arenas.reverse()
+            self._arenas[0].reset()
+
+
+def _pages(size: int, pinned: bool) -> np.ndarray:
+    """Page-aligned memory, touched now and not page by page during training."""
+    if pinned:  # not run on a GPU here
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
+    memory = mmap.mmap(-1, max(size, PAGE))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    whole[::PAGE] = 0
+    return whole

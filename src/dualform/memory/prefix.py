@@ -1,0 +1,78 @@
+"""The first steps of a memory as a memory of their own: where a run is resumed, or a damaged one is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from dualform.memory.directory import segment_files
+from dualform.memory.disk import disk
+from dualform.memory.manifest import Manifest, SegmentRecord, write_manifest
+from dualform.memory.mapped import TensorFile
+from dualform.memory.segment import read_calls
+from dualform.memory.stored import StoredMemory
+
+
+def prefix(memory: StoredMemory, steps: int) -> Manifest:
+    """The manifest of the first `steps` steps of a memory; nothing is written."""
+    segments = [
+        record if record.last_step <= steps else _cut(memory, file, record, steps)
+        for file, record in memory.segments
+        if record.first_step <= steps
+    ]
+    return shortened(memory.manifest, segments)
+
+
+def shortened(manifest: Manifest, segments: list[SegmentRecord]) -> Manifest:
+    """A manifest with the first segments only."""
+    steps = segments[-1].last_step if segments else 0
+    return dataclasses.replace(
+        manifest,
+        steps=steps,
+        segments=tuple(segments),
+        findings=tuple(finding for finding in manifest.findings if finding.since < steps),
+        final=manifest.final if steps == manifest.steps else None,
+    )
+
+
+def _cut(memory: StoredMemory, file: TensorFile, record: SegmentRecord, last: int) -> SegmentRecord:
+    """A segment of which only the steps up to `last` are valid."""
+    events: list[int] = []
+    keys: list[int] = []
+    for weight, recorded in enumerate(record.events):
+        calls = read_calls(file, weight, 0, last)[0] if recorded else None
+        events.append(0 if calls is None else int(calls[:, 3].sum()))
+        numbers = f"w{weight}/numbers"
+        if events[-1] and numbers in file:
+            highest = int(file.read(numbers, 0, events[-1]).max())
+            keys.append(max(highest + 1 - record.first_keys[weight], 0))
+        else:
+            keys.append(events[-1])
+    valid = dataclasses.replace(record, last_step=last, events=tuple(events), keys=tuple(keys))
+    return dataclasses.replace(valid, nonfinite=_nonfinite(memory, valid) if record.nonfinite else 0)
+
+
+def _nonfinite(memory: StoredMemory, record: SegmentRecord) -> int:
+    total = 0
+    for weight in range(len(record.events)):
+        for block in memory.blocks(weight, record.last_step, since=record.first_step - 1):
+            bad = ~block.keys.isfinite().all(dim=1)
+            if block.gradients is not None:
+                bad |= ~block.gradients.isfinite().all(dim=1)
+            total += int(bad.sum())
+    return total
+
+
+def drop_after(memory: StoredMemory, steps: int) -> StoredMemory:
+    """Cut a memory after some steps, durably, and remove the segments that no manifest names any more."""
+    root: Path = memory.path
+    manifest = dataclasses.replace(prefix(memory, steps), final=None, failure=None)
+    if manifest != memory.manifest:
+        write_manifest(root, manifest)
+    named = {root / record.file for record in manifest.files}
+    for path in segment_files(root):
+        if path not in named:
+            disk.remove(path)
+    if (root / "final.safetensors").exists():
+        disk.remove(root / "final.safetensors")
+    return StoredMemory(root)
