@@ -161,7 +161,7 @@ for ask in (lambda: dualform.record("model", optimizer, "x"), lambda: memory.att
 def test_a_directory_that_holds_something(tmp_path: Path) -> None:
     model = network()
     run(tmp_path / "run", network())
-    with pytest.raises(MemoryExists, match=says("already holds a memory", "Choose another directory")):
+    with pytest.raises(MemoryExists, match=says("already holds a memory", "resume_at", "choose another directory")):
         dualform.record(model, sgd(model), tmp_path / "run").start()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
@@ -344,7 +344,7 @@ def rewrite(path: Path, **changes: object) -> None:
 
 def test_a_newer_format(recorded: tuple[nn.Module, dualform.Memory]) -> None:
     rewrite(recorded[1].path, format=99)
-    with pytest.raises(NewerFormat, match=says("has format 99", "up to 1", "Upgrade dualform")):
+    with pytest.raises(NewerFormat, match=says("has format 99", "up to 2", "Upgrade dualform")):
         dualform.open(recorded[1].path)
 
 

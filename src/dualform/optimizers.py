@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,7 @@ UNEXPLAINED = 64  # the probe found something in the gradient that the events di
 COLUMNS = ("lr", "momentum", "dampening", "weight_decay", "l2")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The settings with which one step treats one parameter; `l2` is a decay found inside the user's loss."""
 
     lr: float
@@ -47,13 +46,14 @@ class Settings:
     @property
     def row(self) -> tuple[float, ...]:
         """The journalled numbers, in the order of COLUMNS."""
-        return (self.lr, self.momentum, self.dampening, self.weight_decay, self.l2)
+        return self[:-1]
 
 
 Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 """From a parameter group and the parameter's state just before the step to its settings."""
 
 _readers: dict[type[torch.optim.Optimizer], Reader] = {}
+_found: dict[tuple[type[torch.optim.Optimizer], Any], Reader | None] = {}
 
 
 def register(kind: type[torch.optim.Optimizer]) -> Callable[[Reader], Reader]:
@@ -61,6 +61,7 @@ def register(kind: type[torch.optim.Optimizer]) -> Callable[[Reader], Reader]:
 
     def add(reader: Reader) -> Reader:
         _readers[kind] = reader
+        _found.clear()
         return reader
 
     return add
@@ -93,12 +94,13 @@ def _asgd(group: Mapping[str, Any], state: Mapping[str, Any]) -> Settings:
 
 
 def _reader(optimizer: torch.optim.Optimizer) -> Reader | None:
-    step = inspect.unwrap(type(optimizer).step)
-    for kind, reader in _readers.items():
+    kind = type(optimizer)
+    if (kind, kind.step) not in _found:
+        step = inspect.unwrap(kind.step)
         # A subclass with a step of its own may do anything.
-        if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step):
-            return reader
-    return None
+        fits = (r for known, r in _readers.items() if issubclass(kind, known) and step is inspect.unwrap(known.step))
+        _found[kind, kind.step] = next(fits, None)
+    return _found[kind, kind.step]
 
 
 def is_linear(optimizer: torch.optim.Optimizer) -> bool:

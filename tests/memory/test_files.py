@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import strategies as st
 
 from dualform.errors import DamagedMemory
-from dualform.memory import files
+from dualform.memory.disk import disk
 from dualform.memory.files import CHUNK, tensor_hash, write_sealed, write_tensors
 from dualform.memory.mapped import TensorFile
 from small import run
@@ -106,7 +106,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        files.write_atomically(tmp_path / "a", [b"new"])
+        disk.commit(tmp_path / "a", [memoryview(b"new")])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"
 
 

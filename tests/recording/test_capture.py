@@ -316,7 +316,7 @@ def test_a_failure_inside_the_recorder_never_reaches_the_training(
         for step in range(1, 5):
             if step == 3:
                 recorder.commit()
-                monkeypatch.setattr(recorder._stepping, "finish", lambda index: 1 / 0)
+                monkeypatch.setattr(recorder._stepping, "finish", lambda *_: 1 / 0)
             ids, x, y = batch(step)
             with recorder.batch(ids):
                 F.cross_entropy(model(x), y).backward()
@@ -340,10 +340,10 @@ def test_a_disk_that_fails_is_told_and_training_goes_on(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     write = writer.write_tensors
 
-    def full(root: Path, file: str, tensors: object) -> object:
+    def full(root: Path, file: str, tensors: object, paged: bool = False) -> object:
         if file.endswith("000002.safetensors"):
             raise OSError(28, "No space left on device")
-        return write(root, file, tensors)
+        return write(root, file, tensors, paged)
 
     monkeypatch.setattr(writer, "COMMIT_BYTES", 1)
     monkeypatch.setattr(writer, "write_tensors", full)

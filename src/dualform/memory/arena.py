@@ -61,15 +61,6 @@ class Arena:
         self._filled[stream] = end
         return place[start:end].copy_(rows, non_blocking=self.pinned)
 
-    def release(self, stream: str, held: Tensor) -> None:
-        """Give back the place of what `hold` returned last; nothing where it was not the last."""
-        place = self._streams.get(stream)
-        if place is None or held.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():
-            return
-        start = held.storage_offset() // place.shape[1]
-        if start + len(held) == self._filled[stream]:
-            self._filled[stream] = start
-
 
 class Staging:
     """Two arenas in turn: training fills one while the other is being written."""
@@ -105,11 +96,6 @@ class Staging:
             held = self._arenas[0].hold(stream, rows)
         rows.record_stream(self._side)
         return rows.to("cpu", copy=True).contiguous() if held is None else held
-
-    def release(self, stream: str, held: Tensor) -> None:
-        """Give back the place of what was held last."""
-        if self._arenas:
-            self._arenas[0].release(stream, held)
 
     def wait(self) -> None:
         """Until every copy from a GPU has arrived."""

@@ -44,7 +44,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def tensor_hash(tensor: Tensor) -> int:
     """xxh3 of a tensor's bytes, as a signed 64-bit number: equal bits have equal hashes."""
-    return int.from_bytes(xxhash.xxh3_64_digest(tensor_bytes(tensor)), "big", signed=True)
+    return bytes_hash(tensor_bytes(tensor))
+
+
+def bytes_hash(data: memoryview) -> int:
+    """xxh3 of some bytes, as a signed 64-bit number."""
+    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
 
 
 def storable(dtype: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +36,14 @@ class Call:
     fixed: bool = False
     nonfinite: int = 0
 
+    @property
+    def bytes(self) -> int:
+        """What it takes to store it."""
+        values = 0 if self.gradients is None else self.gradients.nbytes
+        return self.keys.nbytes + values + 2 * self.examples.nbytes
 
-@dataclass(frozen=True)
-class PassRow:
+
+class PassRow(NamedTuple):
     """With which scale a step took up the gradient that one backward pass left in one parameter."""
 
     backward: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -20,47 +19,46 @@ Gather = Callable[[int, Int64[Tensor, " events"]], Tensor]
 """Keys of a weight by the numbers under which they are stored, in whatever segments those are."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A call as it is stored: `keys` are those that were new, `numbers` says where each event's key is."""
+class Entries:
+    """The calls of one weight as a segment stores them: its new `keys`, and under which of the `numbers` each is."""
 
-    step: int
-    call: Call
-    keys: Tensor
-    numbers: Int64[np.ndarray, " events"]
+    def __init__(self, calls: Sequence[tuple[int, Call]]) -> None:
+        self.calls = [call for _, call in calls]
+        self.counts = [(step, call.backward, call.use, len(call.keys)) for step, call in calls]
+        self.keys: list[Tensor] = [call.keys for call in self.calls]
+        self.examples = _joined([call.examples for call in self.calls])
+        self.positions = _joined([call.positions for call in self.calls])
+        self.numbers = np.zeros(0, dtype=np.int64)
 
 
 def segment_tensors(
-    rows: Sequence[StepRow], entries: Mapping[int, Sequence[Entry]], first_step: int, every_step: Sequence[str]
+    rows: Sequence[StepRow], entries: Sequence[Entries], first_step: int, every_step: Sequence[str]
 ) -> dict[str, Sequence[Tensor]]:
     """Everything a segment holds of some steps, each tensor in parts that are written one after another."""
     tensors: dict[str, Sequence[Tensor]] = {}
-    for weight, entered in sorted(entries.items()):
-        tensors |= _weight_tensors(f"w{weight}", entered)
+    for weight, entered in enumerate(entries):
+        if entered.calls:
+            tensors |= _weight_tensors(f"w{weight}", entered)
     for name in every_step:
         tensors[f"other/{name}"] = [torch.stack([row.others[name] for row in rows])]
     return tensors | journal_tensors(rows, first_step)
 
 
-def _weight_tensors(prefix: str, entries: Sequence[Entry]) -> dict[str, Sequence[Tensor]]:
-    calls = [entry.call for entry in entries]
-    counts = [(entry.step, entry.call.backward, entry.call.use, len(entry.numbers)) for entry in entries]
-    tensors: dict[str, Sequence[Tensor]] = {f"{prefix}/keys": _one_dtype([entry.keys for entry in entries])}
-    gradients = [call.gradients for call in calls if call.gradients is not None]
+def _weight_tensors(prefix: str, entries: Entries) -> dict[str, Sequence[Tensor]]:
+    tensors: dict[str, Sequence[Tensor]] = {f"{prefix}/keys": _one_dtype(entries.keys)}
+    gradients = [call.gradients for call in entries.calls if call.gradients is not None]
     if gradients:
         tensors[f"{prefix}/gradients"] = _one_dtype(gradients)
-    tensors[f"{prefix}/examples"] = [_joined([call.examples.numpy() for call in calls])]
-    tensors[f"{prefix}/calls"] = [torch.from_numpy(np.array(counts, dtype=np.int64))]
-    if any(len(entry.keys) < len(entry.numbers) for entry in entries):
-        tensors[f"{prefix}/numbers"] = [_joined([entry.numbers for entry in entries])]
-    positions = [call.positions.numpy() for call in calls]
-    if any(part.any() for part in positions):
-        tensors[f"{prefix}/positions"] = [_joined(positions)]
-    return tensors
+    numbers = {"examples": entries.examples, "calls": np.array(entries.counts, dtype=np.int64)}
+    if sum(len(part) for part in entries.keys) < len(entries.numbers):
+        numbers["numbers"] = entries.numbers
+    if entries.positions.any():
+        numbers["positions"] = entries.positions
+    return tensors | {f"{prefix}/{name}": [torch.from_numpy(array)] for name, array in numbers.items()}
 
 
-def _joined(parts: Sequence[np.ndarray]) -> Int64[Tensor, " events"]:
-    return torch.from_numpy(np.concatenate(parts))
+def _joined(parts: Sequence[Tensor]) -> Int64[np.ndarray, " events"]:
+    return np.concatenate([part.numpy() for part in parts]) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from dualform.memory.files import Tensors, write_tensors
 from dualform.memory.journal import Call, StepRow
 from dualform.memory.ledger import Ledger
 from dualform.memory.manifest import Finding, Manifest, SegmentRecord, write_manifest
-from dualform.memory.segment import Entry, segment_tensors
+from dualform.memory.segment import Entries, segment_tensors
 
 COMMIT_BYTES = 128 << 20
 COMMIT_SECONDS = 10.0
@@ -28,10 +29,10 @@ LARGEST_ARENA = 1 << 30  # a single step beyond this is copied to memory made fo
 
 @dataclass
 class _Gathered:
-    """The steps since the last commit."""
+    """The steps since the last commit, and the calls of each weight with their steps."""
 
     rows: list[StepRow] = field(default_factory=list)
-    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    calls: dict[int, list[tuple[int, Call]]] = field(default_factory=dict)
     bytes: int = 0
 
 
@@ -48,6 +49,7 @@ class Writer:
         self.waited = 0.0
         self._ledgers = ledgers
         self._staging = Staging()
+        self.hold = self._staging.hold
         self._gathered = _Gathered()
         self._steps = manifest.steps
         self._number = next_segment(path)
@@ -63,12 +65,8 @@ class Writer:
 
     @property
     def gathered(self) -> int:
-        """The bytes that the next commit will write."""
+        """The bytes that have gathered since the last commit."""
         return self._gathered.bytes
-
-    def hold(self, weight: int, part: str, rows: Tensor) -> Tensor:
-        """A copy of keys or gradients of a weight, where the next commit can write them from."""
-        return self._staging.hold(f"w{weight}/{part}", rows)
 
     def append(self, row: StepRow) -> None:
         """Take one finished step."""
@@ -77,40 +75,24 @@ class Writer:
         self._staging.wait()
         self._steps += 1
         gathered = self._gathered
-        for weight, calls in row.calls.items():
-            entered = gathered.entries.setdefault(weight, [])
-            for call in calls:
-                entry = self._enter(weight, call)
-                entered.append(entry)
-                gathered.bytes += entry.keys.nbytes + 2 * call.examples.nbytes
-                gathered.bytes += 0 if call.gradients is None else call.gradients.nbytes
         gathered.rows.append(row)
+        for weight, calls in row.calls.items():
+            gathered.calls.setdefault(weight, []).extend((self._steps, call) for call in calls)
+            gathered.bytes += sum(call.bytes for call in calls)
         if not self._staging.ready and gathered.bytes >= COMMIT_BYTES // 32:
             self._make_arenas()  # a run that small needs none
-
-    def _enter(self, weight: int, call: Call) -> Entry:
-        """Number the keys of a call, and leave out those that are stored already."""
-        ledger = self._ledgers[weight]
-        if not call.fixed:
-            return Entry(self._steps, call, call.keys, ledger.append(len(call.keys)))
-        new, numbers = ledger.enter(call.keys, call.examples.numpy(), call.positions.numpy())
-        if new.all():
-            return Entry(self._steps, call, call.keys, numbers)
-        keys = call.keys[torch.from_numpy(new)]
-        self._staging.release(f"w{weight}/keys", call.keys)
-        return Entry(self._steps, call, keys, numbers)
 
     def _make_arenas(self) -> None:
         """Room for as many steps like those so far as one commit takes."""
         gathered = self._gathered
-        steps = COMMIT_BYTES // max(gathered.bytes, 1) * len(gathered.rows) + 2
+        share = COMMIT_BYTES / gathered.bytes + 2 / len(gathered.rows)
         shapes: dict[str, Shape] = {}
-        for weight, entries in gathered.entries.items():
+        for weight, calls in gathered.calls.items():
             for part in ("keys", "gradients"):
-                tensors = [tensor for entry in entries if (tensor := getattr(entry.call, part)) is not None]
+                tensors = [tensor for _, call in calls if (tensor := getattr(call, part)) is not None]
                 if tensors:
-                    rows = -(-sum(len(tensor) for tensor in tensors) // len(gathered.rows))
-                    shapes[f"w{weight}/{part}"] = Shape(rows * steps, tensors[0].shape[1], tensors[0].dtype)
+                    rows = int(sum(len(tensor) for tensor in tensors) * share) + 1
+                    shapes[f"w{weight}/{part}"] = Shape(rows, tensors[0].shape[1], tensors[0].dtype)
         if sum(shape.bytes for shape in shapes.values()) <= LARGEST_ARENA:
             self._staging.make(shapes)
 
@@ -144,30 +126,45 @@ class Writer:
 
     def _write_segment(self, manifest: Manifest, gathered: _Gathered, extra: Tensors) -> Manifest:
         first, last = manifest.steps + 1, manifest.steps + len(gathered.rows)
-        tensors = {**segment_tensors(gathered.rows, gathered.entries, first, manifest.every_step), **extra}
+        entries = [self._enter(at, gathered.calls.get(at, [])) for at in range(len(manifest.weights))]
+        tensors = {**segment_tensors(gathered.rows, entries, first, manifest.every_step), **extra}
         record = write_tensors(self.path, SEGMENT.format(self._number), tensors, paged=True)
         self._number += 1
-        entries = [gathered.entries.get(weight, []) for weight in range(len(manifest.weights))]
-        calls = [entry.call for entered in entries for entry in entered if len(entry.numbers)]
         before = manifest.segments[-1] if manifest.segments else None
         segment = SegmentRecord(
             file=record,
             first_step=first,
             last_step=last,
             first_events=before.next_events if before else (0,) * len(entries),
-            events=tuple(sum(len(entry.numbers) for entry in entered) for entered in entries),
+            events=tuple(len(entered.numbers) for entered in entries),
             first_keys=before.next_keys if before else (0,) * len(entries),
-            keys=tuple(sum(len(entry.keys) for entry in entered) for entered in entries),
+            keys=tuple(sum(len(part) for part in entered.keys) for entered in entries),
             sketched=last,
-            nonfinite=sum(call.nonfinite for call in calls),
+            nonfinite=sum(call.nonfinite for entered in entries for call in entered.calls),
         )
         return dataclasses.replace(
             manifest,
             steps=last,
             segments=(*manifest.segments, segment),
-            examples=max([manifest.examples, *(int(call.examples.numpy().max()) + 1 for call in calls)]),
-            positions=max([manifest.positions, *(int(call.positions.numpy().max()) + 1 for call in calls)]),
+            examples=max([manifest.examples, *(int(e.examples.max(initial=-1)) + 1 for e in entries)]),
+            positions=max([manifest.positions, *(int(e.positions.max(initial=-1)) + 1 for e in entries)]),
         )
+
+    def _enter(self, weight: int, calls: Sequence[tuple[int, Call]]) -> Entries:
+        """Number the keys of some calls of a weight, and leave out those that are stored already."""
+        ledger = self._ledgers[weight]
+        entries = Entries(calls)
+        if not calls or not all(call.fixed for call in entries.calls):
+            entries.numbers = ledger.append(len(entries.examples))
+            return entries
+        new, entries.numbers = ledger.enter(entries.keys, entries.examples, entries.positions)
+        if not new.all():
+            parts = np.split(new, np.cumsum([len(part) for part in entries.keys])[:-1])
+            entries.keys = [
+                part[torch.from_numpy(mask)] if mask.any() else part[:0]
+                for part, mask in zip(entries.keys, parts, strict=True)
+            ]
+        return entries
 
     def close(self, final: Mapping[str, Tensor]) -> None:
         """Store the weights as they are at the end of recording."""

@@ -6,25 +6,24 @@ weight's post-accumulate hook decides whether they became events: only then did 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.recording.ids import NO_EXAMPLE, Batch
+from dualform.recording.plain import run_plain
 from dualform.recording.targets import HALVES, Arrived, Pass, Target, Targets, Use
 
+WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
 PENDING = 1024  # backward passes that one parameter may gather before a step
 
 
-@dataclass(frozen=True)
-class _Forward:
+class _Forward(NamedTuple):
     """One call of a module: its input by reference, and the ids that held at that moment."""
 
     order: int
@@ -33,15 +32,21 @@ class _Forward:
     version: int
     fixed: bool
     batch: Batch | None
+    numbers: tuple[Tensor, Tensor] | None
 
 
 @dataclass
 class _Backward:
-    """What arrived in one backward pass so far, and which parameters have taken it up."""
+    """What arrived in one backward pass so far, and which parameters have taken it up.
 
+    `waiting` are calls and their gradients as they came, still to be copied.
+    """
+
+    waiting: list[tuple[_Forward, Tensor]] = field(default_factory=list)
+    bytes: int = 0
     arrived: list[Arrived] = field(default_factory=list)
     settled: set[Target] = field(default_factory=set)
-    fresh: dict[Target, bool] = field(default_factory=dict)
+    fresh: list[Target] = field(default_factory=list)
     number: int | None = None
 
 
@@ -60,7 +65,7 @@ class _ForwardHook:
         self._capture, self._use = capture, use
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._capture.guard(self._capture.saw_forward, self._use, args, kwargs, output)
+        self._capture.shield(self._capture.saw_forward, self._use, args, kwargs, output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return inert
@@ -75,19 +80,21 @@ class Capture:
     def __init__(
         self,
         targets: Targets,
-        guard: Callable[..., Any],
+        shield: Callable[..., Any],
         tell: Callable[[str, str], None],
         batch: Callable[[], Batch | None],
         wanted: Callable[[Target], bool],
-        hold: Callable[[Target, str, Tensor], Tensor],
+        values: bool,
     ) -> None:
-        self.guard = guard
-        self._tell, self._batch, self._wanted, self._hold = tell, batch, wanted, hold
+        self.shield = shield
+        self.hold: Callable[[str, Tensor], Tensor] = lambda stream, rows: rows.clone()
+        self._tell, self._batch, self._wanted, self._values = tell, batch, wanted, values
         self._targets = targets
-        self._pid = os.getpid()
+        self._by_parameter = {id(target.parameter): target for target in targets.parameters}
         self._order = 0
         self.backwards = 0
         self._open: dict[int, _Backward] = {}
+        self._accumulated: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
@@ -96,11 +103,12 @@ class Capture:
             hook = _ForwardHook(self, use)
             self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         for target in self._targets.parameters:
-            settle = partial(self.guard, self._accumulated, target)
             # A frozen parameter takes no such hook, but keeps one it got before.
             frozen = not target.parameter.requires_grad
             target.parameter.requires_grad_(True)
-            self._handles.append(target.parameter.register_post_accumulate_grad_hook(settle))
+            # A list's own append: what it means is looked at once, when the backward pass has ended.
+            handle = target.parameter.register_post_accumulate_grad_hook(self._accumulated.append)
+            self._handles.append(handle)
             target.parameter.requires_grad_(not frozen)
 
     def remove(self) -> None:
@@ -109,31 +117,57 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._open.clear()
+        self._accumulated.clear()
 
     def saw_forward(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A recorded module was called: wait for its gradient, if one can come."""
-        if os.getpid() != self._pid or not isinstance(output, Tensor) or not output.requires_grad:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if not use.weight.parameter.requires_grad and not use.trained:
             return
         stored = args[0] if args else kwargs.get("input")
-        trained = any(target is not None and target.parameter.requires_grad for target in (use.weight, use.bias))
-        if not isinstance(stored, Tensor) or not trained or _is_batched(output):
+        if not isinstance(stored, Tensor) or _is_batched(output):
             return
-        batch = self._batch()
+        batch, numbers = self._batch(), None
         if batch is not None:
-            leading = use.kind.leading(stored)
-            batch.fitted += batch.fit(leading) is not None
-            batch.misfits = leading
+            batch.misfits = leading = use.kind.leading(stored)
+            numbers = run_plain(batch.fit, leading) if leading not in batch.fits else batch.fits[leading]
+            batch.fitted += numbers is not None
         fixed = not stored.requires_grad
         stored = stored.detach()
         if use.copy_at_forward:
             stored = stored.clone()
-        call = _Forward(self._order, use, stored, stored._version, fixed, batch)
+        call = _Forward(self._order, use, stored, stored._version, fixed, batch, numbers)
         self._order += 1
-        _product(output).register_hook(partial(self.guard, self._saw_gradient, call))
+        _product(output).register_hook(partial(self.shield, self._saw_gradient, call))
 
     def _saw_gradient(self, call: _Forward, gradient: Tensor) -> None:
-        if _is_batched(gradient):
-            return  # a vectorised Jacobian: nothing accumulates
+        # Between two large products the interpreter itself has left the cache, and every line here is slow: so the
+        # least possible. No user code runs before the backward pass has ended.
+        task = torch._C._current_graph_task_id()
+        backward = self._open.get(task) or self._begun(task)
+        backward.waiting.append((call, gradient))
+        backward.bytes += gradient.nbytes
+        if backward.bytes > WAITING:
+            run_plain(self._take_in, backward)
+
+    def _begun(self, task: int) -> _Backward:
+        if not self._open:
+            self._accumulated.clear()  # by a pass through none of our layers
+        fresh = [target for target in self._targets.parameters if target.parameter.grad is None]
+        self._open[task] = _Backward(fresh=fresh)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self.shield, run_plain, self._ended, task))
+        return self._open[task]
+
+    def _take_in(self, backward: _Backward) -> None:
+        """Copy the keys and gradients that have arrived, and sketch what they put into the parameters."""
+        for call, gradient in backward.waiting:
+            if not _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
+                backward.arrived.append(self._copy(call, gradient))
+        backward.waiting.clear()
+        backward.bytes = 0
+
+    def _copy(self, call: _Forward, gradient: Tensor) -> Arrived:
         use = call.use
         if call.stored._version != call.version and not use.copy_at_forward:
             use.copy_at_forward = True
@@ -142,31 +176,24 @@ class Capture:
                 f"{use.map}: its input was changed in place between forward and backward; "
                 "from now on it is copied at forward",
             )
-        # Under autocast the product is computed in the output's dtype: so is the key.
-        keys = use.kind.keys(call.stored).to(gradient.dtype)
+        keys = use.kind.keys(call.stored)
+        if keys.dtype != gradient.dtype:  # under autocast the product is in the output's dtype: so is the key
+            keys = keys.to(gradient.dtype)
         gradients = use.kind.gradients(gradient.detach())
-        examples, positions = self._numbers(call, len(keys))
-        trained = [target for target in (use.weight, use.bias) if target is not None and target.parameter.requires_grad]
-        arrived = Arrived(
+        examples, positions = call.numbers or self._no_numbers(call, len(keys))
+        return Arrived(
             call.order,
             use,
-            self._hold(use.weight, "keys", keys),
-            self._hold(use.weight, "gradients", gradients),
+            self.hold(use.streams[0], keys),
+            self.hold(use.streams[1], gradients) if self._values else gradients,
             examples,
             positions,
             call.fixed,
-            {target: target.sketch_of(keys, gradients) for target in trained},
+            use.trained,
+            use.sketch(keys, gradients),
         )
-        backward = self._backward()
-        backward.arrived.append(arrived)
-        for target in (use.weight, use.bias):
-            if target is not None:
-                backward.fresh.setdefault(target, target.parameter.grad is None)
 
-    def _numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
-        fitted = call.batch.fit(call.use.kind.leading(call.stored)) if call.batch else None
-        if fitted is not None:
-            return fitted
+    def _no_numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
         if call.batch is not None:
             self._tell(
                 f"ids {call.use.map}",
@@ -177,40 +204,46 @@ class Capture:
             self._tell("no ids", f"no ids are given (recorder.batch); events get example {NO_EXAMPLE}")
         return torch.full((events,), NO_EXAMPLE), torch.zeros(events, dtype=torch.int64)
 
-    def _backward(self) -> _Backward:
-        task = torch._C._current_graph_task_id()
-        if task not in self._open:
-            self._open[task] = _Backward()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._ended, task))
-        return self._open[task]
-
     def _ended(self, task: int) -> None:
-        self._open.pop(task, None)
-
-    def _accumulated(self, target: Target, _: Tensor) -> None:
-        if os.getpid() == self._pid:
-            self.settle(target)
+        """A backward pass is over: what arrived in it became events where a gradient accumulated."""
+        backward = self._open.get(task)
+        if backward is not None:
+            self._take_in(backward)
+            del self._open[task]
+            others = [p for p in self._accumulated if not self._settle(self._by_parameter[id(p)], backward)]
+            # A backward pass within another leaves the other's gradients to it.
+            self._accumulated[:] = others if self._open else []
 
     def settle(self, target: Target) -> None:
-        """The current backward pass has put its gradient into this parameter: make its rows events."""
-        backward = self._open.get(torch._C._current_graph_task_id())
-        if backward is None or target in backward.settled or not self._wanted(target):
-            return
-        rows = [a for a in backward.arrived if target in (a.use.weight, a.use.bias)]
+        """An optimiser is about to step this parameter: within a backward pass, its gradient is there already."""
+        if self._open:
+            backward = self._open.get(torch._C._current_graph_task_id())
+            if backward is not None:
+                self._take_in(backward)
+                self._settle(target, backward)
+
+    def _settle(self, target: Target, backward: _Backward) -> bool:
+        """Make the rows of a backward pass events of a parameter that took its gradient from it."""
+        if target in backward.settled or not self._wanted(target):
+            return target in backward.settled
+        rows = [arrived for arrived in backward.arrived if target in arrived.trained]
         if not rows:
-            return
+            return False
         backward.settled.add(target)
         if backward.number is None:
             backward.number, self.backwards = self.backwards, self.backwards + 1
-        rows.sort(key=lambda arrived: arrived.order)
+        if len(rows) > 1:
+            rows.sort(key=lambda arrived: arrived.order)
         if len(target.passes) >= PENDING:
             self._tell(
                 f"pending {target.name}",
                 f"{target.name}: more than {PENDING} backward passes without a step; the oldest are forgotten",
             )
             del target.passes[0]
-        target.passes.append(_gather(target, rows, backward.number, backward.fresh.get(target, False)))
+        if any(row.keys.dtype in HALVES for row in rows):
+            target.half = True
+        target.passes.append(Pass(backward.number, rows, target.projection is None, target in backward.fresh))
+        return True
 
     def leave_arena(self) -> None:
         """Copy what is still waiting for its step: the arena is about to be used for other rows."""
@@ -223,6 +256,7 @@ class Capture:
         """Drop what arrived in backward passes that never ended (an exception inside them)."""
         if torch._C._current_graph_task_id() == -1:
             self._open.clear()
+            self._accumulated.clear()
 
 
 def _product(output: Tensor) -> Tensor:
@@ -241,15 +275,3 @@ def _is_batched(tensor: Tensor) -> bool:
     """Whether a tensor lives inside a vmap, where nothing ever accumulates into a parameter."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-
-
-def _gather(target: Target, rows: list[Arrived], number: int, fresh: bool) -> Pass:
-    """A pass of one parameter, with the sketch of what its rows put into the gradient."""
-    total = np.zeros(0)
-    for row in rows:
-        sketch = row.sketches[target].reshape(-1).cpu().numpy().astype(np.float64)
-        total = total + sketch if len(total) else sketch
-        target.half |= row.keys.dtype in HALVES
-        if target is row.use.weight:
-            row.finite = bool(np.isfinite(sketch).all())
-    return Pass(number, total, rows, target.projection is None, fresh)

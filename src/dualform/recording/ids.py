@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +24,13 @@ class Batch:
     dim: int
     fitted: int = 0
     misfits: tuple[int, ...] | None = None
-    _fits: dict[tuple[int, ...], tuple[Tensor, Tensor] | None] = field(default_factory=dict)
+    fits: dict[tuple[int, ...], tuple[Tensor, Tensor] | None] = field(default_factory=dict)
 
     def fit(self, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
         """The example and the position of every event of an input with these leading dimensions, if the ids fit."""
-        if leading not in self._fits:
-            self._fits[leading] = fit_ids(self, leading)
-        return self._fits[leading]
+        if leading not in self.fits:
+            self.fits[leading] = fit_ids(self, leading)
+        return self.fits[leading]
 
 
 def read_ids(ids: Any, examples: int | None) -> Int64[Tensor, "..."]:
@@ -43,7 +44,7 @@ def read_ids(ids: Any, examples: int | None) -> Int64[Tensor, "..."]:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise BadIds(f"ids must be whole numbers (int64); these are {tensor.dtype}. Convert them with .long().")
     tensor = tensor.detach().to("cpu", torch.int64, copy=True)
-    low, high = int(tensor.min()), int(tensor.max())
+    low, high = int(tensor.numpy().min()), int(tensor.numpy().max())
     if low < 0:
         raise BadIds(f"ids must be 0 or larger; the smallest of these is {low}.")
     if examples is not None and high >= examples:
@@ -60,7 +61,7 @@ def fit_ids(batch: Batch, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | N
     The first that fits: ids.shape == leading; ids.numel() == prod(leading); one id for each index of
     dimension `dim`, spread over the other dimensions, which make the position. None where nothing fits.
     """
-    events = int(np.prod(leading)) if leading else 1
+    events = math.prod(leading)
     ids, dim = batch.ids, batch.dim
     if ids.numel() == events:
         return ids.reshape(-1), torch.zeros(events, dtype=torch.int64)

@@ -8,7 +8,7 @@ stays unexplained beyond rounding was made by something else than the recorded e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float64
 
-from dualform.recording.targets import PROBE_COLUMNS, Target
-
-Vector = Float64[np.ndarray, " equations"]
+from dualform.recording.targets import PROBE_COLUMNS, Pass, Target, Vector
 
 MANY = 64  # passes of one step beyond which no scale of their own is fitted to each
 
@@ -48,9 +46,9 @@ def norm(vector: Vector) -> float:
     return math.sqrt(vector @ vector)
 
 
-def precision(target: Target) -> Precision:
+def precision(target: Target, half: bool) -> Precision:
     """The precision of the products that make a parameter's gradient."""
-    return _HALF if target.half else _PRECISIONS.get(target.parameter.dtype, _HALF)
+    return _HALF if half else _PRECISIONS.get(target.parameter.dtype, _HALF)
 
 
 @dataclass(frozen=True)
@@ -76,27 +74,41 @@ class Evidence:
     Most of it is needed only where the simplest story fails, and is computed then.
     """
 
-    def __init__(self, target: Target, gradient: Vector, previous: Vector | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        passes: Sequence[Pass],
+        gradient: Vector,
+        previous: Vector | None,
+        half: bool,
+        weight: Callable[[], Vector],
+    ) -> None:
         self.target = target
+        self.passes = passes
         self.gradient = gradient
-        self.norm = norm(gradient)
         self.previous = previous
-        self.precision = precision(target)
+        self.precision = precision(target, half)
+        self._weight = weight
+
+    @cached_property
+    def norm(self) -> float:
+        """The size of the gradient's sketch."""
+        return norm(self.gradient)
 
     @cached_property
     def finite(self) -> list[bool]:
         """Which passes have a finite sketch: one that overflowed cannot be part of a finite gradient."""
-        return [bool(np.isfinite(one.sketch).all()) for one in self.target.passes]
+        return [bool(np.isfinite(one.sketch).all()) for one in self.passes]
 
     @property
     def thrown_away(self) -> int:
         """How many of the first passes were in a .grad that was None again later."""
-        return max((at for at, one in enumerate(self.target.passes) if one.fresh), default=0)
+        return max((at for at, one in enumerate(self.passes) if one.fresh), default=0)
 
     @cached_property
     def columns(self) -> Float64[np.ndarray, "equations passes"]:
         """The sketch of every pass; zeros for one that overflowed, which zero_grad must have dropped."""
-        sketches = [one.sketch for one in self.target.passes]
+        sketches = [one.sketch for one in self.passes]
         kept = [s if ok else np.zeros_like(s) for s, ok in zip(sketches, self.finite, strict=True)]
         return np.stack(kept, axis=1) if kept else np.zeros((len(self.gradient), 0))
 
@@ -105,12 +117,12 @@ class Evidence:
         """The square of the size that each pass's terms have before they cancel, on the scale of the sketch."""
         # ‖G R‖² is about four times ‖G‖² for a Gaussian R of four columns.
         columns = PROBE_COLUMNS if self.target.projection is not None else 1
-        return [columns * one.magnitude if ok else 0.0 for one, ok in zip(self.target.passes, self.finite, strict=True)]
+        return [columns * one.magnitude if ok else 0.0 for one, ok in zip(self.passes, self.finite, strict=True)]
 
     @property
     def weight(self) -> Vector:
         """The sketch of the parameter itself, to find an L2 term of the user's loss."""
-        return self.target.sketch(self.target.parameter).reshape(-1).numpy()
+        return self._weight()
 
     def rounding(self, scales: Sequence[float]) -> float:
         """64 rounding errors of the terms that these scales let in, relative to the gradient: 64 units times κ."""
@@ -144,7 +156,7 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     dropped by zero_grad or not; a scale per pass; each again with an L2 term of the user's loss. Failing all,
     a look whether the gradient of the last step was carried over.
     """
-    count = len(seen.target.passes)
+    count = len(seen.passes)
     if not math.isfinite(seen.norm):
         return Fit((1.0,) * count, math.inf, 0.0)
     if count and seen.thrown_away == count - 1 and seen.norm > 0.0:
@@ -175,28 +187,72 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     return plain
 
 
-def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
-    """The everyday case: one pass since zero_grad, one scale, nothing left. None where there is any doubt."""
-    if seen.target.equations == 1 and not known:
-        return None
-    sketch = seen.target.passes[-1].sketch
-    square = float(sketch @ sketch)
-    scale = known[-1] if known else float(sketch @ seen.gradient) / square if square > 0 else math.nan
+def _clear_scale(scale: float, precision: Precision, known: bool = False) -> float | None:
+    """A scale, as a power of two where it is one within rounding; None where there is any doubt."""
     if not math.isfinite(scale) or scale == 0.0:
         return None
     power = math.copysign(2.0 ** round(math.log2(abs(scale))), scale)
     off = abs(scale / power - 1.0)
-    if off <= seen.precision.snap:
-        scale = power
-    elif not known and off < 1e-3:
-        return None  # whether this is a power of two depends on how much the terms cancel
+    if off <= precision.snap:
+        return power
+    # Whether it is a power of two depends on how much the terms cancel.
+    return None if not known and off < 1e-3 else scale
+
+
+def everyday(evidence: Mapping[Target, Evidence], known: dict[int, float]) -> dict[Target, Fit] | None:
+    """The everyday case: one backward pass in all parameters, one scale for them all, nothing left.
+
+    It is what nearly every step of nearly every training is, so it is decided for all parameters at once. None
+    where there is any doubt.
+    """
+    seen = list(evidence.values())
+    if not seen or any(len(one.passes) != 1 for one in seen):
+        return None
+    exactly, backward = seen[0].precision, seen[0].passes[0].backward
+    if any(one.precision is not exactly or one.passes[0].backward != backward for one in seen):
+        return None
+    if exactly is _HALF or all(one.target.equations == 1 for one in seen):
+        return None
+    products: list[tuple[float, float, float]] = []
+    for one in seen:
+        gradient, sketch = one.gradient, one.passes[0].sketch
+        products.append((float(gradient @ gradient), float(gradient @ sketch), float(sketch @ sketch)))
+    square = sum(own for _, _, own in products)
+    scale = _clear_scale(sum(common for _, common, _ in products) / square if square > 0 else math.nan, exactly)
+    if scale is None:
+        return None
+    fits: dict[Target, Fit] = {}
+    for one, (size, common, own) in zip(seen, products, strict=True):
+        if not size > exactly.tiny:
+            return None
+        # ‖g − c s‖² of what was multiplied out already; where it cancels too much to tell, all over again.
+        rest = size - 2 * scale * common + scale * scale * own
+        if exactly.floor < 1e-7:
+            rest = norm(one.gradient - scale * one.passes[0].sketch) ** 2
+        if not rest <= exactly.floor**2 * size:
+            return None
+        fits[one.target] = Fit((scale,), math.sqrt(max(rest, 0.0) / size), exactly.floor)
+    known.setdefault(backward, scale)
+    return fits
+
+
+def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
+    """The everyday case: one pass since zero_grad, one scale, nothing left. None where there is any doubt."""
+    if seen.target.equations == 1 and not known:
+        return None
+    sketch = seen.passes[-1].sketch
+    square = float(sketch @ sketch)
+    nearest = float(sketch @ seen.gradient) / square if square > 0 else math.nan
+    scale = _clear_scale(known[-1] if known else nearest, seen.precision, bool(known))
+    if scale is None:
+        return None
     remainder = norm(seen.gradient - scale * sketch) / seen.norm
     scales = (0.0,) * seen.thrown_away + (scale,)
     return Fit(scales, remainder, seen.precision.floor) if remainder <= seen.precision.floor else None
 
 
 def _stories(seen: Evidence, known: Sequence[float] | None, known_l2: float, extra: Vector | None) -> Iterator[Fit]:
-    count = len(seen.target.passes)
+    count = len(seen.passes)
     if known is not None:
         yield seen.judge(known, known_l2 if extra is not None else 0.0, extra)
     if count == 0:
@@ -289,10 +345,10 @@ def _snapped(seen: Evidence, scales: list[float]) -> list[float]:
 def _together(unexplained: Mapping[Target, Evidence]) -> dict[Target, Fit]:
     """One scale for several parameters of a single number each: none of them could verify it alone."""
     single = [seen for seen in unexplained.values() if seen.target.equations == 1 and math.isfinite(seen.norm)]
-    passes = {tuple(one.backward for one in seen.target.passes) for seen in single}
+    passes = {tuple(one.backward for one in seen.passes) for seen in single}
     if len(single) < 2 or len(passes) > 1:
         return {}
-    count = len(single[0].target.passes)
+    count = len(single[0].passes)
     gradients = np.concatenate([seen.gradient for seen in single])
     columns = np.concatenate([seen.columns for seen in single])
     for dropped in range(min(count, MANY)):
@@ -317,18 +373,18 @@ def fit_all(evidence: Mapping[Target, Evidence], known: dict[int, float]) -> dic
     for target in sorted(evidence, key=lambda target: (target.projection is None, -target.equations)):
         prefer = None
         few = target.projection is None or target.equations <= PROBE_COLUMNS
-        if few and target.passes and all(one.backward in known for one in target.passes):
-            prefer = [known[one.backward] for one in target.passes]
+        if few and evidence[target].passes and all(one.backward in known for one in evidence[target].passes):
+            prefer = [known[one.backward] for one in evidence[target].passes]
         result = fits[target] = fit(evidence[target], prefer, known_l2)
         if result.determined and result.explained:
             known_l2 = result.l2 or known_l2
-            for at, (one, scale) in enumerate(zip(target.passes, result.scales, strict=True)):
+            for at, (one, scale) in enumerate(zip(evidence[target].passes, result.scales, strict=True)):
                 # Of a pass that left nothing here this scale says nothing; in other parameters it may have left much.
-                if len(target.passes) == 1 or evidence[target].saw(at):
+                if len(evidence[target].passes) == 1 or evidence[target].saw(at):
                     known.setdefault(one.backward, scale)
     fits |= _together({target: evidence[target] for target, result in fits.items() if not result.explained})
     for target, result in fits.items():
         if not result.determined:
-            scales = tuple(known.get(one.backward, 1.0) for one in target.passes)
+            scales = tuple(known.get(one.backward, 1.0) for one in evidence[target].passes)
             fits[target] = Fit(scales, result.remainder, result.tolerance, determined=False)
     return fits

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualform.errors import BadCall, BadIds, DualformError, RecordingFailed
-from dualform.memory import Column, Writer
+from dualform.memory import Column, StepRow, Writer
 from dualform.memory.columns import write_column
 from dualform.memory.directory import clear_leftovers, is_unused, make_directory
 from dualform.memory.files import FileRecord, tensor_hash, write_tensors
@@ -31,7 +31,7 @@ from dualform.recording.ids import Batch, read_ids
 from dualform.recording.plain import run_plain
 from dualform.recording.resume import resumed_memory
 from dualform.recording.stepping import Stepping
-from dualform.recording.targets import Layers, Target, find_targets
+from dualform.recording.targets import Layers, find_targets
 
 logger = logging.getLogger("dualform")
 KEEP = ("all", "keys")
@@ -68,16 +68,17 @@ class Recorder:
         self._between_steps = True
         self._estimated = False
         self._pid = os.getpid()
-        self._weight_number = {target: at for at, target in enumerate(self._targets.weights)}
         self._capture = Capture(
             self._targets,
-            self._guard,
+            self._shield,
             self._tell,
             batch=lambda: self._batch,
             wanted=lambda target: self._stepping.owns(target),
-            hold=self._hold,
+            values=keep == "all",
         )
-        self._stepping = Stepping(self._targets, optimizers, self._tell, self._capture, values=keep == "all")
+        self._stepping = Stepping(
+            self._targets, optimizers, self._tell, self._capture, self._emit, values=keep == "all"
+        )
 
     def start(self) -> Recorder:
         """Read the initial weights, commit step 0, and put the hooks on."""
@@ -91,6 +92,7 @@ class Recorder:
                 clear_leftovers(self.path)
             self._install_hooks()
             self._writer = run_plain(self._resume if resumed else self._begin)
+            self._capture.hold = self._writer.hold
         except BaseException:
             self._remove_hooks()
             self._lock.release()
@@ -124,13 +126,6 @@ class Recorder:
         counts = memory.manifest.segments[-1].next_keys if memory.manifest.segments else (0,) * len(blank.weights)
         ledgers = [Ledger(count, partial(memory.stored_keys, at)) for at, count in enumerate(counts)]
         return Writer(self.path, memory.manifest, ledgers)
-
-    def _hold(self, weight: Target, part: str, rows: Tensor) -> Tensor:
-        """A copy of keys or gradients for the writer; the rows themselves where they are not stored."""
-        assert self._writer is not None
-        if part == "gradients" and self._keep != "all":
-            return rows
-        return self._writer.hold(self._weight_number[weight], part, rows)
 
     def _install_hooks(self) -> None:
         self._capture.install()
@@ -203,11 +198,14 @@ class Recorder:
         return f"Recorder({str(self.path)!r}, {len(self._targets.weights)} weights, {steps} steps so far)"
 
     def _guard(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a part of the recorder; whatever fails there stops the recording, never the training."""
+        """Run a part of the recorder that computes; whatever fails there stops the recording, never the training."""
+        return self._shield(run_plain, function, *arguments)
+
+    def _shield(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._failure is not None or os.getpid() != self._pid:
             return None  # stopped, or in a forked child, which records nothing
         try:
-            return run_plain(function, *arguments)
+            return function(*arguments)
         except Exception as error:
             self._fail(error)
             if self._on_error == "raise":
@@ -270,15 +268,18 @@ class Recorder:
         assert self._writer is not None
         if is_nested(optimizer):
             return
-        row = self._stepping.finish(index)
         self._capture.forget_unfinished()
-        row.others = {name: place.current().clone() for name, place in self._targets.every_step.items()}
-        self._writer.append(row)
-        if self._writer.manifest.steps + 1 == self._stepping.steps and not self._estimated:
+        others = {name: place.current().clone() for name, place in self._targets.every_step.items()}
+        self._stepping.finish(index, others)
+        if not self._estimated:
             self._estimate()
         self._between_steps = True
         if self._writer.due:
             self._commit(False)
+
+    def _emit(self, row: StepRow) -> None:
+        assert self._writer is not None
+        self._writer.append(row)
 
     def _estimate(self) -> None:
         assert self._writer is not None

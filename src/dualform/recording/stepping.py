@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.memory import Call, Finding, PassRow, StepRow
-from dualform.memory.files import tensor_hash
-from dualform.optimizers import HALF, LINEAR, UNEXPLAINED, Settings, is_linear, read_settings
+from dualform.memory.files import bytes_hash
+from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
-from dualform.recording.probe import Evidence, Fit, Vector, fit_all
-from dualform.recording.targets import Pass, Target, Targets
+from dualform.recording.probe import Evidence, Fit, everyday, fit_all
+from dualform.recording.targets import Pass, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
+CALM = 32  # everyday steps after which the next ones are judged some at a time
+AT_A_TIME = 16
 
-@dataclass(frozen=True)
-class _Prepared:
-    """One parameter just before its step."""
 
-    settings: Settings
-    gradient: Vector
-    fit: Fit
-    digest: int
+class _Reading(NamedTuple):
+    """One parameter just before its step; no settings and no sketch where it had no gradient, or nothing happens."""
+
+    target: Target
+    passes: list[Pass]
+    settings: Settings | None = None
+    sketch: np.ndarray | None = None
+    unscale: float = 1.0
+    half: bool = False
+
+
+@dataclass
+class _Step:
+    """One step of one optimiser, until it is judged: `fits` says then what its gradients are made of."""
+
+    optimizer: int
+    readings: list[_Reading]
+    number: int = 0
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    fits: dict[Target, Fit] | None = None
+    gradients: dict[Target, Vector] = field(default_factory=dict)
 
 
 class Stepping:
-    """Counts steps and turns each into a journal row; keeps the findings of the whole run."""
+    """Counts steps and turns each into a journal row; keeps the findings of the whole run.
+
+    A step is read just before it is made, and judged at once. After many everyday steps in a row, judging waits until
+    some have gathered: the code is then in the cache, and costs a fraction.
+    """
 
     def __init__(
         self,
@@ -40,15 +61,18 @@ class Stepping:
         optimizers: Sequence[torch.optim.Optimizer],
         tell: Callable[[str, str], None],
         capture: Capture,
+        emit: Callable[[StepRow], None],
         values: bool,
     ) -> None:
-        self._values = values
+        self._emit, self._values = emit, values
         self._targets, self._optimizers = targets, optimizers
         self._tell, self._capture = tell, capture
-        self._by_parameter = {target.parameter: target for target in targets.parameters}
-        self._number_of = {target: at for at, target in enumerate(targets.weights)}
+        self._by_parameter = {id(target.parameter): target for target in targets.parameters}
+        self._groups: dict[int, tuple[list[tuple[int, int]], list[tuple[Target, Mapping[str, Any]]]]] = {}
         self._owner: dict[Target, int] = {}
-        self._prepared: dict[Target, _Prepared] = {}
+        self._draft: _Step | None = None
+        self._pending: list[_Step] = []
+        self._calm = 0
         self._previous: dict[Target, Vector] = {}
         self._watches: dict[Target, Watch] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
@@ -91,65 +115,115 @@ class Stepping:
 
     def _look_up_owners(self) -> None:
         for index in range(len(self._optimizers)):
-            for target, _ in self._owned(index):
-                self._owner.setdefault(target, index)
+            self._owned(index)
 
-    def _owned(self, index: int) -> Iterator[tuple[Target, Mapping[str, Any]]]:
-        for group in self._optimizers[index].param_groups:
-            for parameter in group["params"]:
-                if parameter in self._by_parameter:
-                    yield self._by_parameter[parameter], group
+    def _owned(self, index: int) -> list[tuple[Target, Mapping[str, Any]]]:
+        """The recorded parameters of an optimiser, with their groups."""
+        groups = self._optimizers[index].param_groups
+        now = [(id(parameter), id(group)) for group in groups for parameter in group["params"]]
+        before, owned = self._groups.get(index, ([], []))
+        if now != before:
+            owned = [
+                (self._by_parameter[id(parameter)], group)
+                for group in groups
+                for parameter in group["params"]
+                if id(parameter) in self._by_parameter
+            ]
+            self._groups[index] = now, owned
+            for target, _ in owned:
+                self._owner.setdefault(target, index)
+        return owned
 
     def prepare(self, index: int) -> None:
-        """Probe every gradient and read every setting, just before the step uses them."""
+        """Sketch every gradient and read every setting, just before the step uses them."""
         optimizer = self._optimizers[index]
-        self._prepared = {}
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return  # a fused optimiser with a loss scaler: this step does nothing
+        skipped = found_inf is not None and bool(found_inf)  # a fused optimiser with a loss scaler: it does nothing
         grad_scale = getattr(optimizer, "grad_scale", None)
+        unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         linear = is_linear(optimizer)
-        evidence: dict[Target, Evidence] = {}
-        readings: dict[Target, tuple[Settings, Vector, int]] = {}
+        readings: list[_Reading] = []
         for target, group in self._owned(index):
-            if linear and target.parameter._version != self._watches[target].version:
+            parameter = target.parameter
+            if linear and parameter._version != self._watches[target].version:
+                self.flush()
                 self._check(target, self.steps + 1)
-            gradient = target.parameter.grad
-            if gradient is None:
+            gradient = parameter.grad
+            self._capture.settle(target)
+            if gradient is None or skipped:
+                readings.append(_Reading(target, target.passes))
                 continue
-            self._capture.settle(target)  # only matters for an optimiser that steps inside backward
-            found = target.quick_sketch(gradient.to_dense() if gradient.is_sparse else gradient)
-            digest = tensor_hash(found)
-            sketch = found.reshape(-1).numpy().astype(np.float64)
-            if grad_scale is not None:
-                sketch = sketch / float(grad_scale)
-            readings[target] = read_settings(optimizer, group, target.parameter), sketch, digest
-            evidence[target] = Evidence(target, sketch, self._previous.get(target))
-        with np.errstate(all="ignore"):
-            fits = fit_all(evidence, self._scales)
-        for target, fit in fits.items():
-            settings, sketch, digest = readings[target]
-            self._prepared[target] = _Prepared(settings, sketch, fit, digest)
+            settings = read_settings(optimizer, group, parameter)
+            sketch = target.quick_sketch(gradient.to_dense() if gradient.is_sparse else gradient).numpy().reshape(-1)
+            readings.append(_Reading(target, target.passes, settings, sketch, unscale, target.half))
+        self._draft = _Step(index, readings)
+        if self._calm < CALM:
+            self._draft.fits = self._judge(self._draft, late=False)
 
-    def finish(self, index: int) -> StepRow:
-        """The journal row of the step just made, with the events that it used."""
+    def _judge(self, step: _Step, late: bool) -> dict[Target, Fit]:
+        """What the gradients of a step are made of; `late` where the parameters have moved on since."""
+        evidence: dict[Target, Evidence] = {}
+        for target, passes, _, sketch, unscale, half in step.readings:
+            if sketch is not None:
+                gradient = sketch.astype(np.float64)
+                gradient = gradient if unscale == 1.0 else gradient * unscale
+                weight = self._watches[target].predicted if late else partial(_weight, target)
+                evidence[target] = Evidence(target, passes, gradient, self._previous.get(target), half, weight)
+                self._previous[target] = step.gradients[target] = gradient
+        with np.errstate(all="ignore"):
+            fits = everyday(evidence, self._scales)
+            self._calm = 0 if fits is None else self._calm + 1
+            return fit_all(evidence, self._scales) if fits is None else fits
+
+    def finish(self, index: int, others: Mapping[str, Tensor]) -> None:
+        """The step was made."""
+        step, self._draft = self._draft, None
+        if step is None:  # a closure that was never called
+            step = _Step(index, [_Reading(target, target.passes) for target, _ in self._owned(index)])
         self.steps += 1
-        row = StepRow.blank(index, len(self._targets.parameters))
-        for target, _ in self._owned(index):
-            self._owner.setdefault(target, index)
-            prepared = self._prepared.get(target)
-            scales = prepared.fit.scales if prepared else (0.0,) * len(target.passes)
-            for one, scale in zip(target.passes, scales, strict=True):
+        step.number, step.others = self.steps, others
+        for reading in step.readings:
+            target = reading.target
+            target.passes, target.half = [], False
+            self._watches[target].version = target.parameter._version
+        self._pending.append(step)
+        if step.fits is not None or len(self._pending) >= AT_A_TIME:
+            self.flush()
+
+    def flush(self) -> None:
+        """Judge the steps that wait for it, and hand on their journal rows."""
+        pending, self._pending = self._pending, []
+        for step in pending:
+            if step.fits is None:
+                step.fits = self._judge(step, late=True)
+            self._emit(self._row(step, step.fits))
+        for target in dict.fromkeys(reading.target for step in pending for reading in step.readings):
+            watch = self._watches[target]
+            if not watch.followed:
+                watch.resume(None)
+                watch.checked = self.steps
+            elif self.steps - watch.checked >= CHECK_EVERY:
+                self._check(target, self.steps)
+        if self._scales:
+            waiting = {one.backward for target in self._targets.parameters for one in target.passes}
+            self._scales = {backward: scale for backward, scale in self._scales.items() if backward in waiting}
+
+    def _row(self, step: _Step, fits: Mapping[Target, Fit]) -> StepRow:
+        """The journal row of a step, with the events that it used."""
+        row = StepRow.blank(step.optimizer, len(self._targets.parameters))
+        row.others = step.others
+        for reading in step.readings:
+            target, passes = reading.target, reading.passes
+            fit = fits.get(target)
+            scales = fit.scales if fit else (0.0,) * len(passes)
+            for one, scale in zip(passes, scales, strict=True):
                 row.passes.append(PassRow(one.backward, target.index, scale))
                 self._store(row, one)
-            if prepared:
-                self._journal(row, target, prepared)
-            target.passes = []
-        waiting = {one.backward for target in self._targets.parameters for one in target.passes}
-        self._scales = {backward: scale for backward, scale in self._scales.items() if backward in waiting}
+            if fit:
+                self._journal(row, reading, fit, step)
         for calls in row.calls.values():
-            calls.sort(key=lambda call: call.backward)
-        self._prepared = {}
+            if len(calls) > 1:
+                calls.sort(key=lambda call: call.backward)
         return row
 
     def _store(self, row: StepRow, one: Pass) -> None:
@@ -170,32 +244,24 @@ class Stepping:
                 weight, bias = arrived.use.weight, arrived.use.bias
                 if bias is not None and self.owner(weight) != self.owner(bias):
                     arrived.move_out()  # the other one's step may come much later
-                row.calls.setdefault(self._number_of[arrived.use.weight], []).append(call)
+                row.calls.setdefault(arrived.use.weight_number, []).append(call)
 
-    def _journal(self, row: StepRow, target: Target, prepared: _Prepared) -> None:
-        fit = prepared.fit
-        settings = dataclasses.replace(prepared.settings, l2=fit.l2)
-        at = target.index
+    def _journal(self, row: StepRow, reading: _Reading, fit: Fit, step: _Step) -> None:
+        target, at = reading.target, reading.target.index
+        assert reading.settings is not None and reading.sketch is not None
+        settings = reading.settings._replace(l2=fit.l2) if fit.l2 else reading.settings
         row.settings[at] = settings.row
-        row.flags[at] = settings.flags | (0 if fit.explained else UNEXPLAINED) | (HALF if target.half else 0)
-        target.half = False
+        row.flags[at] = settings.flags | (0 if fit.explained else UNEXPLAINED) | (HALF if reading.half else 0)
         row.remainders[at] = fit.remainder
-        row.digests[at] = prepared.digest
+        row.digests[at] = bytes_hash(reading.sketch.data)
         if not fit.explained:
-            self._find(target, *_what_was_found(target, fit, self.steps))
-        self._previous[target] = prepared.gradient
-        watch = self._watches[target]
-        if settings.flags & LINEAR:
-            # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.
-            watch.follow(prepared.settings, prepared.gradient)
-            if self.steps - watch.checked >= CHECK_EVERY:
-                self._check(target, self.steps)
-        else:
-            watch.resume(None)
-            watch.checked = self.steps
+            self._find(target, *_what_was_found(reading, fit, step.number, step.number < self.steps))
+        # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.
+        self._watches[target].follow(reading.settings, step.gradients[target])
 
     def check_all(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Compare every weight with its prediction; the sketches of weights and velocities as they are now."""
+        self.flush()
         sketches = {target: target.sketch(target.parameter) for target in self._targets.parameters}
         for target, sketch in sketches.items():
             self._check(target, self.steps, sketch)
@@ -235,11 +301,15 @@ class Stepping:
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
 
 
-def _what_was_found(target: Target, fit: Fit, step: int) -> tuple[str, str, int, int]:
+def _weight(target: Target) -> Vector:
+    return target.sketch(target.parameter).reshape(-1).numpy()
+
+
+def _what_was_found(reading: _Reading, fit: Fit, step: int, late: bool) -> tuple[str, str, int, int]:
     """Kind, reason and steps of a gradient that the events do not explain."""
     if not math.isfinite(fit.remainder):
         return "nonfinite", f"the gradient at step {step} holds NaN or infinity", step - 1, step
-    gradient = target.parameter.grad
+    gradient = None if late else reading.target.parameter.grad
     clipped = gradient is not None and _looks_clipped_by_value(gradient)
     if fit.carried and not clipped:
         reason = (
@@ -247,7 +317,7 @@ def _what_was_found(target: Target, fit: Fit, step: int) -> tuple[str, str, int,
             "(no zero_grad in between), so its events acted twice"
         )
         return "carried", reason, step - 1, step
-    if not target.passes:
+    if not reading.passes:
         reason = (
             f"there was a gradient at step {step}, but no event: the weight was used past its module "
             "(a functional call, a compiled or fused module, a gradient set by hand)"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from dualform.errors import BadCall
@@ -21,6 +21,7 @@ EVERY_STEP_BYTES = 64 << 10
 HALVES = (torch.bfloat16, torch.float16)
 RECORDED = (torch.float64, torch.float32, *HALVES)
 
+Vector = Float64[np.ndarray, "_"]
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
@@ -29,7 +30,7 @@ class Arrived:
     """Keys and gradients of one call of a module, copied during backward.
 
     They become events when the first step() uses them, for the weight or for its bias. `fixed` says that the keys
-    depend on no trained parameter, `sketches` what the rows put into the gradient of the weight and of its bias.
+    depend on no trained parameter, `sketch` is what the rows put into the gradients (see Use.sketch).
     """
 
     order: int
@@ -39,9 +40,15 @@ class Arrived:
     examples: Tensor
     positions: Tensor
     fixed: bool
-    sketches: dict[Target, Tensor]
-    finite: bool = False
+    trained: list[Target]
+    sketch: Tensor
     stored: bool = False
+
+    @cached_property
+    def vectors(self) -> tuple[Vector, Vector]:
+        """Σ g_t (x_t · R) and Σ g_t, flat."""
+        sketch = self.sketch.cpu().numpy().astype(np.float64)
+        return sketch[:-1].T.reshape(-1), sketch[-1]
 
     def move_out(self) -> None:
         """Leave the arena, which is about to be used for other rows."""
@@ -50,7 +57,8 @@ class Arrived:
     @property
     def nonfinite(self) -> int:
         """How many of the events hold a NaN or an infinity."""
-        if self.finite:
+        # A NaN or an infinity anywhere in the rows reaches their sketch.
+        if np.isfinite(self.vectors[0]).all():
             return 0
         bad = ~self.keys.isfinite().all(dim=1) | ~self.gradients.to(self.keys.device).isfinite().all(dim=1)
         return int(bad.sum())
@@ -60,15 +68,19 @@ class Arrived:
 class Pass:
     """What one backward pass left in one parameter, as far as its rows explain it.
 
-    `sketch` is Σ g_t (x_t · R) for a weight and Σ g_t for a bias, flat; `fresh` says that .grad was None before this
-    pass, so what earlier passes left there was most likely thrown away.
+    `fresh` says that .grad was None before this pass, so what earlier passes left there was most likely thrown away.
     """
 
     backward: int
-    sketch: Float64[np.ndarray, " equations"]
     rows: list[Arrived]
     of_bias: bool
     fresh: bool = False
+
+    @cached_property
+    def sketch(self) -> Vector:
+        """Σ g_t (x_t · R) for a weight and Σ g_t for a bias, flat."""
+        vectors = [row.vectors[self.of_bias] for row in self.rows]
+        return vectors[0] if len(vectors) == 1 else np.sum(vectors, axis=0)
 
     @cached_property
     def magnitude(self) -> float:
@@ -103,6 +115,8 @@ class Target:
 
     def quick_sketch(self, matrix: Tensor) -> Tensor:
         """The sketch in the matrix's own precision, fp32 at least: good to some rounding errors of that precision."""
+        if self.projection is not None and matrix.is_cpu and matrix.dtype in (torch.float32, torch.float64):
+            return self.project(matrix)
         half = matrix.dtype not in (torch.float32, torch.float64)
         return self.sketch(matrix, torch.float32 if half else matrix.dtype)
 
@@ -115,16 +129,7 @@ class Target:
         # Five times faster than rows @ R, whose right side is too narrow for a matrix product to pay.
         return nn.functional.linear(rows, self._transposed[kind])
 
-    def sketch_of(self, keys: Tensor, gradients: Tensor) -> Tensor:
-        """What these rows put into the gradient: Σ g_t (x_t · R) for a weight, Σ g_t for a bias."""
-        if keys.dtype in HALVES:
-            keys, gradients = keys.float(), gradients.float()
-        if self.projection is None:
-            return gradients.sum(dim=0)
-        # More than twice as fast as the product the other way round.
-        return (self.project(keys).T @ gradients).T
-
-    @property
+    @cached_property
     def equations(self) -> int:
         """How many independent numbers the sketch of a gradient has."""
         if self.projection is None:
@@ -143,7 +148,35 @@ class Use:
     kind: LayerType
     weight: Target
     bias: Target | None
+    weight_number: int
     copy_at_forward: bool = False
+    _affine: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def sketch(self, keys: Tensor, gradients: Tensor) -> Float[Tensor, "five dim_out"]:
+        """What these rows put into the gradients: four rows Σ (x_t · R)ᵀ g_t of the weight's, one Σ g_t of the bias's.
+
+        One product gives both, with [x_t · R, 1] on its left side, and is twice as fast this way round.
+        """
+        if keys.dtype in HALVES:
+            keys, gradients = keys.float(), gradients.float()
+        kind = (keys.dtype, keys.device)
+        if kind not in self._affine:
+            assert self.weight.projection is not None
+            linear = nn.functional.pad(self.weight.projection.T, (0, 0, 0, 1))
+            one = nn.functional.one_hot(torch.tensor(PROBE_COLUMNS), PROBE_COLUMNS + 1)
+            self._affine[kind] = linear.to(keys.device, keys.dtype).contiguous(), one.to(keys.device, keys.dtype)
+        return nn.functional.linear(keys, *self._affine[kind]).T @ gradients
+
+    @property
+    def trained(self) -> list[Target]:
+        """The weight and the bias, those of them that take gradients."""
+        both = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return [target for target in both if target.parameter.requires_grad]
+
+    @cached_property
+    def streams(self) -> tuple[str, str]:
+        """Where its keys and its gradients gather."""
+        return f"w{self.weight_number}/keys", f"w{self.weight_number}/gradients"
 
 
 @dataclass
@@ -218,7 +251,8 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
                 weights.append(weight)
             bias = target(_own(module, linear_map.bias), False) if linear_map.bias else None
             at = uses_of[weight] = uses_of.get(weight, -1) + 1
-            uses.append(Use(at, _map_name(name, linear_map), name, module, kind, weight, bias))
+            number = weights.index(weight)
+            uses.append(Use(at, _map_name(name, linear_map), name, module, kind, weight, bias, number))
     if not uses:
         raise BadCall(
             "there is no layer to record: the model has no nn.Linear"

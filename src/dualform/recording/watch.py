@@ -7,15 +7,17 @@ also one that bumps no version counter.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
-from dualform.optimizers import Settings, transitions
-from dualform.recording.probe import Vector, norm
-from dualform.recording.targets import Target
+from dualform.optimizers import LINEAR, Settings, transitions
+from dualform.recording.probe import norm
+from dualform.recording.targets import Target, Vector
 
 CHECK_EVERY = 32
 
@@ -27,6 +29,7 @@ class Watch:
         self._target = target
         self._unit = torch.finfo(target.parameter.dtype).eps / 2
         self.checked = step
+        self.followed = True
         self.resume(velocity)
 
     def resume(self, velocity: Tensor | None) -> None:
@@ -39,8 +42,12 @@ class Watch:
 
     def follow(self, settings: Settings, gradient: Vector) -> None:
         """Take note of one step and of the gradient's sketch that the optimiser really used."""
+        self.followed = bool(settings.flags & LINEAR)
         self._stretch.append((settings, gradient))
-        self.version = self._target.parameter._version
+
+    def predicted(self) -> Vector:
+        """The sketch of the parameter after the steps so far, as it should be."""
+        return self._predict()[0]
 
     def deviation(self, actual: Vector) -> float:
         """How far the parameter's sketch is from its prediction, in units of what rounding allows; then believe it."""
@@ -63,14 +70,7 @@ class Watch:
         """
         if not self._stretch:
             return self._weight, self._velocity, 0.0
-        rows = np.array([settings.row for settings, _ in self._stretch])
-        flags = np.array([settings.flags for settings, _ in self._stretch], dtype=np.uint8)
-        matrices, inputs = transitions(rows, flags)
-        state = np.eye(2)
-        factors = np.empty((2, len(flags)))
-        for at in reversed(range(len(flags))):
-            factors[:, at] = state @ inputs[at]
-            state = state @ matrices[at]
+        state, factors = _sweep(tuple(settings for settings, _ in self._stretch))
         gradients = np.stack([gradient for _, gradient in self._stretch])
         moved = factors @ gradients
         # Factors of zero must not meet infinities.
@@ -79,3 +79,19 @@ class Watch:
         ]
         swing = float((np.abs(factors[0]) * np.linalg.norm(gradients, axis=1)).max())
         return moved[0] + start[0], moved[1] + start[1], swing
+
+
+@functools.lru_cache(maxsize=16)
+def _sweep(stretch: tuple[Settings, ...]) -> tuple[Float64[np.ndarray, "2 2"], Float64[np.ndarray, "2 steps"]]:
+    """What a stretch of steps makes of weight and velocity, and with which factors each gradient is in them.
+
+    The parameters of one optimiser mostly share it.
+    """
+    rows = np.array([settings.row for settings in stretch])
+    matrices, inputs = transitions(rows, np.array([settings.flags for settings in stretch], dtype=np.uint8))
+    state = np.eye(2)
+    factors = np.empty((2, len(stretch)))
+    for at in reversed(range(len(stretch))):
+        factors[:, at] = state @ inputs[at]
+        state = state @ matrices[at]
+    return state, factors
