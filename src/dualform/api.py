@@ -13,8 +13,8 @@ from dualform.errors import BadCall
 from dualform.memory import StoredMemory
 from dualform.queries import Spotlight, attend, check_model, given_queries
 from dualform.queries.attend import is_memorys
+from dualform.queries.folds import Folds
 from dualform.queries.kernels import Kernel
-from dualform.queries.values import Folds
 
 Where = Mapping[str, Any] | None
 

@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 import dualform
 from dualform.errors import DamagedMemory, DualformError
+from dualform.memory import repair as repair_files
 from dualform.memory import verify as check_files
 
 arg = tyro.conf.arg
@@ -56,19 +57,30 @@ def info(
         print(f"\n{measured}")
 
 
-def verify(run: Run) -> int:
+def verify(
+    run: Run,
+    repair: Annotated[bool, arg(help="keep the steps before the damage, and set the damaged files aside")] = False,
+) -> int:
     """Read a memory whole and compare every checksum."""
+    done: tuple[str, ...] = ()
     try:
-        result = check_files(run, progress=sys.stderr.isatty())
+        if repair:
+            result, done = repair_files(run, progress=sys.stderr.isatty())
+        else:
+            result = check_files(run, progress=sys.stderr.isatty())
     except DamagedMemory as damage:
-        print(f"{run} cannot be checked: {damage}")
+        print(f"{run} cannot be {'repaired' if repair else 'checked'}: {damage}")
         return 1
     checked = f"{result.files:,} files, {result.bytes:,} bytes"
     if result.ok:
         print(f"{run} is whole: {checked}, every checksum matches.")
         return 0
     print(f"{run} is damaged ({checked} checked):", *result.problems, sep="\n  - ")
-    return 1
+    if not repair:
+        print(f"{result.verdict[0].upper()}{result.verdict[1:]}.")
+        return 1
+    print("Repaired:", *done, sep="\n  - ")
+    return 0
 
 
 VERBS = (demo, info, verify)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dualform.memory import Finding, StoredMemory
 from dualform.optimizers import ACTIVE, HALF
+from dualform.queries.folds import Folds
 from dualform.queries.selection import Selection
-from dualform.queries.values import Folds, parameters_of, why_no_values
+from dualform.queries.values import parameters_of, why_no_values
 
 MARGIN = 10.0
 
@@ -78,7 +79,7 @@ class Certificate(Sequence[CertificateRow]):
 def certify(memory: StoredMemory, folds: Folds) -> Certificate:
     """Rebuild every weight from its events and measure the distance, in fp64."""
     needed = any(why_no_values(memory, weight) is None for weight in range(len(memory.manifest.weights)))
-    rebuilt = folds.parameters(memory.steps, Selection()) if needed else {}
+    rebuilt = folds.whole(memory.steps, Selection()) if needed else {}
     rows = [_row(memory, folds, rebuilt, at) for at in range(len(memory.manifest.weights))]
     return Certificate(rows, memory.manifest.failure)
 
@@ -87,6 +88,8 @@ def _row(memory: StoredMemory, folds: Folds, rebuilt: dict[str, Tensor], weight:
     record = memory.manifest.weights[weight]
     names = parameters_of(memory, weight)
     missing = why_no_values(memory, weight)
+    if not memory.has_weights(memory.steps):
+        missing = missing or f"the run was cut at step {memory.steps}: there are no weights of it to compare with"
     findings = [f for f in memory.manifest.findings if f.parameter in names]
     first = min(findings, key=lambda finding: finding.step) if findings else None
     size, moved, distance = _distances(memory, folds, {} if missing else rebuilt, names)
@@ -159,7 +162,8 @@ def _distances(
         final = memory.final(name)
         probe = memory.probe(at) if final is None else None
         true = memory.sketch(at, memory.steps) if final is None else final.double()
-        assert true is not None
+        if true is None:
+            continue
         untouched = _projected(folds.untouched(name, memory.steps), probe)
         squares[0] += float(true.square().sum())
         squares[1] += float((true - untouched).square().sum())

@@ -11,8 +11,9 @@ from torch import Tensor
 from dualform.errors import BadCall
 from dualform.memory import StoredMemory
 from dualform.queries.attend import find_map, uses_of
+from dualform.queries.folds import Folds
 from dualform.queries.selection import Selection
-from dualform.queries.values import Folds, require_values
+from dualform.queries.values import require_values
 
 
 @dataclass(frozen=True)

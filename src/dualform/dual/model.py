@@ -15,10 +15,11 @@ from dualform.errors import BadCall, ModelMismatch
 from dualform.layers import LayerType, layer_type
 from dualform.memory import StoredMemory
 from dualform.queries.attend import DUAL, is_memorys, uses_of
+from dualform.queries.folds import Folds
 from dualform.queries.kernels import Kernel, check_kernel
 from dualform.queries.selection import Selection
 from dualform.queries.spotlight import Attention, Focus
-from dualform.queries.values import Folds, parameters_of, require_values
+from dualform.queries.values import parameters_of, require_values
 
 logger = logging.getLogger("dualform")
 

@@ -4,7 +4,7 @@ from dualform.memory.columns import Column
 from dualform.memory.journal import Call, Journal, PassRow, StepRow
 from dualform.memory.manifest import Finding, Manifest
 from dualform.memory.stored import StoredMemory
-from dualform.memory.verify import Verification, verify
+from dualform.memory.verify import Verification, repair, verify
 from dualform.memory.writer import Writer
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "StoredMemory",
     "Verification",
     "Writer",
+    "repair",
     "verify",
 ]

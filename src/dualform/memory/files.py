@@ -14,6 +14,7 @@ from torch import Tensor
 from dualform.memory.disk import PAGE, disk
 
 CHUNK = 1 << 20
+FINAL = "final.safetensors"
 LARGE = 64 << 10  # tensors of at least this many bytes begin on a page of their own
 ZEROS = "0" * 16
 DTYPES = {

@@ -7,6 +7,7 @@ import json
 import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,17 @@ class Manifest:
         """Every file that the manifest names."""
         final = (self.final,) if self.final else ()
         return (self.initial, *(segment.file for segment in self.segments), *final)
+
+    def shortened(self, segments: Sequence[SegmentRecord]) -> Manifest:
+        """The manifest of the first segments only."""
+        steps = segments[-1].last_step if segments else 0
+        return dataclasses.replace(
+            self,
+            steps=steps,
+            segments=tuple(segments),
+            findings=tuple(finding for finding in self.findings if finding.since < steps),
+            final=self.final if steps == self.steps else None,
+        )
 
     def events(self, weight: int) -> int:
         """How many events of a weight are committed."""

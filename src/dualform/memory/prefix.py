@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dualform.memory.directory import segment_files
 from dualform.memory.disk import disk
+from dualform.memory.files import FINAL, Tensors, write_tensors
 from dualform.memory.manifest import Manifest, SegmentRecord, write_manifest
 from dualform.memory.mapped import TensorFile
 from dualform.memory.segment import read_calls
@@ -20,19 +21,7 @@ def prefix(memory: StoredMemory, steps: int) -> Manifest:
         for file, record in memory.segments
         if record.first_step <= steps
     ]
-    return shortened(memory.manifest, segments)
-
-
-def shortened(manifest: Manifest, segments: list[SegmentRecord]) -> Manifest:
-    """A manifest with the first segments only."""
-    steps = segments[-1].last_step if segments else 0
-    return dataclasses.replace(
-        manifest,
-        steps=steps,
-        segments=tuple(segments),
-        findings=tuple(finding for finding in manifest.findings if finding.since < steps),
-        final=manifest.final if steps == manifest.steps else None,
-    )
+    return memory.manifest.shortened(segments)
 
 
 def _cut(memory: StoredMemory, file: TensorFile, record: SegmentRecord, last: int) -> SegmentRecord:
@@ -63,16 +52,21 @@ def _nonfinite(memory: StoredMemory, record: SegmentRecord) -> int:
     return total
 
 
-def drop_after(memory: StoredMemory, steps: int) -> StoredMemory:
-    """Cut a memory after some steps, durably, and remove the segments that no manifest names any more."""
+def drop_after(memory: StoredMemory, steps: int, weights: Tensors) -> StoredMemory:
+    """Cut a memory after some steps, durably, and remove the segments that no manifest names any more.
+
+    Inside a segment there are no sketches, so the weights as they are stand for the final ones until the next commit.
+    """
     root: Path = memory.path
     manifest = dataclasses.replace(prefix(memory, steps), final=None, failure=None)
     if manifest != memory.manifest:
         write_manifest(root, manifest)
+    if not memory.committed(steps):
+        write_manifest(root, dataclasses.replace(manifest, final=write_tensors(root, FINAL, weights)))
+    elif (root / FINAL).exists():
+        disk.remove(root / FINAL)
     named = {root / record.file for record in manifest.files}
     for path in segment_files(root):
         if path not in named:
             disk.remove(path)
-    if (root / "final.safetensors").exists():
-        disk.remove(root / "final.safetensors")
     return StoredMemory(root)

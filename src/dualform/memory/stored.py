@@ -177,6 +177,10 @@ class StoredMemory:
         """Whether a commit ended at this step, so that there are sketches of it."""
         return step == 0 or any(record.sketched == record.last_step == step for record in self.manifest.segments)
 
+    def has_weights(self, step: int) -> bool:
+        """Whether there is something to compare the weights after this step with."""
+        return self.committed(step) or (step == self.steps and self._final is not None)
+
     def _at_commit(self, name: str, step: int) -> Tensor | None:
         if step == 0:
             return self._initial.read(name) if name in self._initial else None

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dualform.memory.arena import Shape, Staging
 from dualform.memory.directory import SEGMENT, next_segment
-from dualform.memory.files import Tensors, write_tensors
+from dualform.memory.files import FINAL, Tensors, write_tensors
 from dualform.memory.journal import Call, StepRow
 from dualform.memory.ledger import Ledger
 from dualform.memory.manifest import Finding, Manifest, SegmentRecord, write_manifest
@@ -53,7 +54,7 @@ class Writer:
         self._gathered = _Gathered()
         self._steps = manifest.steps
         self._number = next_segment(path)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualform-writer")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dualform-writer", initializer=_step_back)
         self._under_way: Future[None] | None = None
         self._last_commit = time.monotonic()
 
@@ -145,6 +146,7 @@ class Writer:
         return dataclasses.replace(
             manifest,
             steps=last,
+            final=None,
             segments=(*manifest.segments, segment),
             examples=max([manifest.examples, *(int(e.examples.max(initial=-1)) + 1 for e in entries)]),
             positions=max([manifest.positions, *(int(e.positions.max(initial=-1)) + 1 for e in entries)]),
@@ -166,10 +168,10 @@ class Writer:
             ]
         return entries
 
-    def close(self, final: Mapping[str, Tensor]) -> None:
+    def close(self, final: Tensors) -> None:
         """Store the weights as they are at the end of recording."""
         self._settle()
-        record = write_tensors(self.path, "final.safetensors", {name: [t] for name, t in final.items()})
+        record = write_tensors(self.path, FINAL, final)
         manifest = dataclasses.replace(self.manifest, final=record)
         write_manifest(self.path, manifest)
         self.manifest = manifest
@@ -183,3 +185,9 @@ class Writer:
         manifest = dataclasses.replace(self.manifest, failure=reason)
         write_manifest(self.path, manifest)
         self.manifest = manifest
+
+
+def _step_back() -> None:
+    """Let the threads that train go first: a product that waits for one of its threads waits with all of them."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dualform.blocks import Block
 from dualform.errors import BadQuery
 from dualform.memory import StoredMemory
+from dualform.queries.folds import Folds
 from dualform.queries.kernels import Kernel, output_reducer
 from dualform.queries.reducers import (
     AllScores,
@@ -29,7 +30,7 @@ from dualform.queries.reducers import (
 from dualform.queries.results import Explanation, TopEvents, TopGroups, Totals
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
 from dualform.queries.selection import Grouping, Selection
-from dualform.queries.values import Coefficients, Folds, fold, require_values
+from dualform.queries.values import Coefficients, fold, require_values
 
 Columns = str | tuple[str, ...]
 SCORES_BYTES = 1 << 30

@@ -68,13 +68,25 @@ class Coefficients:
     bias_uses: tuple[int, ...]
 
     @classmethod
-    def of(cls, memory: StoredMemory, weight: int, bias: str | None, until: int) -> Coefficients:
-        """The coefficients with which a weight's events, and their part of `bias`, are in the model at `until`."""
+    def of(
+        cls,
+        memory: StoredMemory,
+        weight: int,
+        bias: str | None,
+        until: int,
+        velocity: bool = False,
+        since: int = 0,
+    ) -> Coefficients:
+        """The coefficients with which a weight's events, and their part of `bias`, are in the model at `until`.
+
+        `velocity` asks for those in the velocities instead, `since` only for the events after that step.
+        """
         record = memory.manifest.weights[weight]
         uses = tuple(at for at, use in enumerate(record.uses) if bias is not None and use.bias == bias)
+        of_events = memory.journal.event_coefficients
         return cls(
-            memory.journal.event_coefficients(memory.manifest.parameter(record.name), until),
-            memory.journal.event_coefficients(memory.manifest.parameter(bias), until) if bias else None,
+            of_events(memory.manifest.parameter(record.name), until, velocity, since),
+            of_events(memory.manifest.parameter(bias), until, velocity, since) if bias else None,
             uses,
         )
 
@@ -88,16 +100,19 @@ class Coefficients:
 
 
 def fold(
-    memory: StoredMemory, weight: int, until: int, selection: Selection
+    memory: StoredMemory, weight: int, until: int, selection: Selection, velocity: bool = False, since: int = 0
 ) -> tuple[Float64[Tensor, "dim_out dim_in"], dict[str, Float64[Tensor, " dim_out"]]]:
-    """Σ e_t ⊗ x_t of the selected events, and Σ c^b g_t for every bias they went through; in fp64."""
+    """Σ e_t ⊗ x_t of the selected events, and Σ c^b g_t for every bias they went through; in fp64.
+
+    With `velocity` their part of the velocities instead, with `since` only of the events after that step.
+    """
     record = memory.manifest.weights[weight]
     biases = parameters_of(memory, weight)[1:]
-    tables = {name: Coefficients.of(memory, weight, name, until) for name in biases}
-    own = Coefficients.of(memory, weight, None, until)
+    tables = {name: Coefficients.of(memory, weight, name, until, velocity, since) for name in biases}
+    own = Coefficients.of(memory, weight, None, until, velocity, since)
     total = torch.zeros(record.dim_out, record.dim_in, dtype=torch.float64)
     sums = {name: torch.zeros(record.dim_out, dtype=torch.float64) for name in biases}
-    for block in memory.blocks(weight, until):
+    for block in memory.blocks(weight, until, since=since):
         block = selection.apply(block)
         coefficient, _ = own.of_events(block)
         used = coefficient != 0
@@ -111,34 +126,3 @@ def fold(
             used = of_bias != 0
             sums[name] += of_bias[used] @ block.gradients[used].double()
     return total, sums
-
-
-class Folds:
-    """Rebuilt parameters of a memory, remembered where nothing is masked."""
-
-    def __init__(self, memory: StoredMemory) -> None:
-        self._memory = memory
-        self._last: tuple[int, dict[str, Tensor]] | None = None
-
-    def parameters(self, until: int, selection: Selection) -> dict[str, Float64[Tensor, "..."]]:
-        """c_0 W0 + d_0 v_0 + Σ (the selected events' part) of every recorded parameter, in fp64."""
-        if not selection and self._last is not None and self._last[0] == until:
-            return self._last[1]
-        memory = self._memory
-        rebuilt = {p.name: self.untouched(p.name, until) for p in memory.manifest.parameters}
-        for weight, record in enumerate(memory.manifest.weights):
-            total, biases = fold(memory, weight, until, selection)
-            rebuilt[record.name] = rebuilt[record.name] + total
-            for name, part in biases.items():
-                rebuilt[name] = rebuilt[name] + part
-        if not selection:
-            self._last = (until, rebuilt)
-        return rebuilt
-
-    def untouched(self, parameter: str, until: int) -> Float64[Tensor, "..."]:
-        """c_0 W0 + d_0 v_0: the part of a parameter that no event made."""
-        memory = self._memory
-        found = memory.journal.coefficients(memory.manifest.parameter(parameter), until)
-        part = found.initial * memory.initial(parameter).double()
-        velocity = memory.velocity(parameter)
-        return part if velocity is None else part + found.velocity * velocity.double()

@@ -70,3 +70,8 @@ def initial_tensors(targets: Targets, stepping: Stepping) -> dict[str, Sequence[
     for name, place in (targets.every_step | targets.at_commits).items():
         tensors[f"other/{name}"] = place.current()
     return {name: [tensor] for name, tensor in tensors.items()}
+
+
+def final_tensors(targets: Targets) -> dict[str, Sequence[Tensor]]:
+    """The recorded parameters as they are now."""
+    return {f"parameter/{target.name}": [target.parameter.detach()] for target in targets.parameters}

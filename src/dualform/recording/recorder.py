@@ -26,7 +26,7 @@ from dualform.memory.manifest import write_manifest
 from dualform.memory.segment import sketch_tensors
 from dualform.optimizers import is_nested
 from dualform.recording.capture import Capture
-from dualform.recording.description import describe, initial_tensors
+from dualform.recording.description import describe, final_tensors, initial_tensors
 from dualform.recording.ids import Batch, read_ids
 from dualform.recording.plain import run_plain
 from dualform.recording.resume import resumed_memory
@@ -313,7 +313,7 @@ class Recorder:
         if self._writer.waited > 1.0:
             logger.info("training waited %.1f s for the disk", self._writer.waited)
         self._commit(True)
-        self._writer.close({f"parameter/{target.name}": target.parameter for target in self._targets.parameters})
+        self._writer.close(final_tensors(self._targets))
 
 
 def _bound(guard: Callable[..., Any], function: Callable[..., Any], index: int) -> Callable[..., Any]:

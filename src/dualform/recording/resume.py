@@ -13,6 +13,7 @@ from dualform.errors import BadCall, ModelMismatch
 from dualform.memory import Manifest, StoredMemory
 from dualform.memory.prefix import drop_after, prefix
 from dualform.optimizers import LINEAR
+from dualform.recording.description import final_tensors
 from dualform.recording.stepping import Stepping
 from dualform.recording.targets import Target, Targets
 
@@ -30,7 +31,7 @@ def resumed_memory(path: Path, step: int, blank: Manifest, targets: Targets, ste
     _require_same_run(memory.manifest, blank)
     _require_same_probe(memory, targets)
     _require_same_state(memory, targets, stepping, step)
-    return drop_after(memory, step)
+    return drop_after(memory, step, final_tensors(targets))
 
 
 def _require_same_run(kept: Manifest, blank: Manifest) -> None:

@@ -1,0 +1,140 @@
+"""What recording costs: training the paper's MNIST network plain, with keep="keys" and with keep="all".
+
+    python benchmarks/recording.py [--batch 128 32 512] [--rounds 9] [--steps 150] [--out DIR] [--threads N] [--json FILE]
+
+All ways train in turn in one process, in alternating order, and every round compares each with the plain training of
+the same round; the ratio is the median over the rounds. Probe and checksums are on, and the memory is written to disk:
+past the page cache ("direct") and through it ("fallback"). A turn begins with steps that are not timed, so that commits
+are under way when the clock starts as when it stops; what is left to write then is waited for outside the clock, and
+reported as the time a closing run waits. Inputs are random: the time of a dense layer does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dualform
+from dualform.experiments.recipes import recipe
+from dualform.memory.disk import disk
+
+EXAMPLES = 40_053
+WARM_UP = 80
+BOUNDS = {"keys": 1.10, "all": 1.15}
+
+
+@dataclass
+class Way:
+    """One way to train, and what its turns took."""
+
+    name: str
+    keep: str | None
+    direct: bool
+    steps: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    bytes: float = 0.0
+
+
+def ways() -> list[Way]:
+    """Plain training first; the others are compared with it."""
+    recorded = [Way(f"{keep}, {'direct' if direct else 'fallback'}", keep, direct)
+                for keep in ("keys", "all") for direct in (True, False)]  # fmt: skip
+    return [Way("plain", None, True), *recorded]
+
+
+def batches(size: int) -> Iterator[Tensor]:
+    """Example ids without replacement within an epoch, for ever."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        order = torch.randperm(EXAMPLES, generator=generator)
+        yield from order[: EXAMPLES // size * size].split(size)
+
+
+def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: Path) -> None:
+    """Train with one way for some steps and note what a step took."""
+    torch.manual_seed(0)
+    model = recipe("mnist").model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
+    path = root / "run"
+    disk.direct = way.direct
+    with contextlib.ExitStack() as stack:
+        recorder = way.keep and stack.enter_context(dualform.record(model, optimizer, path, keep=way.keep))
+        for step, ids in zip(range(WARM_UP + steps), batches(size), strict=False):
+            if step == WARM_UP:
+                start = time.perf_counter()
+            with recorder.batch(ids) if recorder else contextlib.nullcontext():
+                F.cross_entropy(model(inputs[ids]), labels[ids]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        stop = time.perf_counter()
+    way.steps.append((stop - start) / steps)
+    way.waits.append(time.perf_counter() - stop)
+    if way.keep:
+        written = sum(file.stat().st_size for file in (path / "segments").iterdir())
+        way.bytes = written / (WARM_UP + steps)
+        shutil.rmtree(path)
+
+
+def measure(size: int, rounds: int, steps: int, root: Path) -> list[Way]:
+    """All ways in turn, in alternating order."""
+    inputs, labels = torch.rand(EXAMPLES, 784), torch.randint(10, (EXAMPLES,))
+    measured = ways()
+    for number in range(rounds):
+        for way in measured if number % 2 == 0 else reversed(measured):
+            turn(way, inputs, labels, size, steps, root)
+    return measured
+
+
+def ratio(way: Way, plain: Way) -> float:
+    """The median over the rounds of a way's time against the plain time of the same round."""
+    return statistics.median(own / base for own, base in zip(way.steps, plain.steps, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[128, 32, 512])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="a directory on the disk to be measured")
+    parser.add_argument("--json", type=Path, help="where every number goes")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(f"machine: {arguments.threads} threads, {platform.machine()}, torch {torch.__version__}")
+    print(f"{arguments.rounds} rounds of {arguments.steps} steps, medians\n")
+    results: dict[str, list[dict[str, object]]] = {}
+    for size in arguments.batch:
+        with tempfile.TemporaryDirectory(dir=arguments.out) as root:
+            measured = measure(size, arguments.rounds, arguments.steps, Path(root))
+        plain = measured[0]
+        print(f"batch {size:4d}            ms a step   / plain   (all rounds)     MB a step   wait at close, ms")
+        for way in measured:
+            ratios = sorted(own / base for own, base in zip(way.steps, plain.steps, strict=True))
+            bound = BOUNDS.get(way.keep or "") if size == 128 and way.direct else None
+            against = f"  bound {bound:.2f}" if bound else ""
+            print(
+                f"  {way.name:16s} {1e3 * statistics.median(way.steps):12.2f} {ratio(way, plain):9.3f}   "
+                f"({ratios[0]:.2f} to {ratios[-1]:.2f}) {way.bytes / 1e6:12.2f} "
+                f"{1e3 * statistics.median(way.waits):12.0f}{against}"
+            )
+        results[str(size)] = [asdict(way) | {"ratio": ratio(way, plain)} for way in measured]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
