@@ -48,6 +48,7 @@ class Arena:
     def reset(self) -> None:
         """Begin anew: what was held is on disk."""
         self._filled = dict.fromkeys(self._streams, 0)
+        self.bytes = 0
 
     def hold(self, stream: str, rows: Tensor) -> Tensor | None:
         """Copy rows to the end of their stream; None where they do not fit there."""
@@ -59,6 +60,7 @@ class Arena:
         if end > len(place) or rows.is_cuda != self.pinned:
             return None
         self._filled[stream] = end
+        self.bytes += rows.nbytes
         return place[start:end].copy_(rows, non_blocking=self.pinned)
 
 
@@ -74,6 +76,11 @@ class Staging:
     def ready(self) -> bool:
         """Whether there are arenas yet."""
         return bool(self._arenas)
+
+    @property
+    def bytes(self) -> int:
+        """What is held in the arena now being filled."""
+        return self._arenas[0].bytes if self._arenas else 0
 
     def make(self, shapes: Mapping[str, Shape]) -> None:
         """Make both arenas, once it is known what a step needs."""

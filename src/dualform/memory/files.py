@@ -95,7 +95,7 @@ def _encode(tensors: Tensors, metadata: Mapping[str, str], paged: bool) -> list[
         shape = parts[0].shape if len(parts) == 1 else (sum(len(part) for part in parts), *parts[0].shape[1:])
         add(name, parts[0].dtype, shape, sizes[name])
         filled = [part for part in parts if part.numel()]
-        pieces += [tensor_bytes(part) for part in (_joined(filled) if len(filled) > 1 else filled)]
+        pieces += [tensor_bytes(part) for part in _joined(filled)]
         if name in large and offset % PAGE:
             padding = -offset % PAGE  # safetensors allows no gaps
             add(f"padding/{name}", torch.uint8, [padding], padding)
@@ -105,17 +105,24 @@ def _encode(tensors: Tensors, metadata: Mapping[str, str], paged: bool) -> list[
     return [memoryview(len(text).to_bytes(8, "little") + text), *pieces]
 
 
-def _joined(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def _joined(parts: Sequence[Tensor]) -> list[Tensor]:
     """Parts that follow each other in memory as one tensor: what an arena gathered goes to the disk as it lies."""
-    first, end = parts[0], parts[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    runs: list[list[Tensor]] = []
+    storage, end = -1, -1
     for part in parts:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
-            return parts
-        end += part.nbytes
-    shape = (sum(len(part) for part in parts), *first.shape[1:])
+        if part.data_ptr() == end and part.untyped_storage().data_ptr() == storage and part.is_contiguous():
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+            storage = part.untyped_storage().data_ptr()
+        end = part.data_ptr() + part.nbytes
+    return [run[0] if len(run) == 1 else _spanned(run) for run in runs]
+
+
+def _spanned(run: Sequence[Tensor]) -> Tensor:
+    first, rows = run[0], sum(len(part) for part in run)
     whole = torch.empty(0, dtype=first.dtype, device="cpu")
-    return [whole.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())]
+    return whole.set_(first.untyped_storage(), first.storage_offset(), (rows, *first.shape[1:]), first.stride())
 
 
 def write_tensors(root: Path, file: str, tensors: Tensors, paged: bool = False) -> FileRecord:

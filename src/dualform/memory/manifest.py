@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ class SegmentRecord:
     keys: tuple[int, ...]
     sketched: int
     nonfinite: int = 0
+
+    @cached_property
+    def text(self) -> str:
+        """The record as it stands in the manifest: every commit writes all of them again."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @property
     def next_events(self) -> tuple[int, ...]:
@@ -161,9 +167,11 @@ class Manifest:
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """Commit a manifest: this one rename makes everything it names part of the memory."""
-    body = {"checksum": "0" * 16, **dataclasses.asdict(manifest)}
-    text = json.dumps(body, separators=(",", ":")).encode()
-    disk.commit(root / MANIFEST, [memoryview(seal(text))])
+    body = {"checksum": "0" * 16, **dataclasses.asdict(dataclasses.replace(manifest, segments=()))}
+    del body["segments"]
+    head = json.dumps(body, separators=(",", ":")).removesuffix("}")
+    text = f'{head},"segments":[{",".join(segment.text for segment in manifest.segments)}]}}'
+    disk.commit(root / MANIFEST, [memoryview(seal(text.encode()))])
 
 
 def read_manifest(root: Path) -> Manifest:

@@ -62,7 +62,8 @@ class Writer:
     def due(self) -> bool:
         """Whether enough has gathered, or enough time has passed, for a commit."""
         waited = time.monotonic() - self._last_commit
-        return bool(self._gathered.rows) and (self._gathered.bytes >= COMMIT_BYTES or waited >= COMMIT_SECONDS)
+        full = max(self._gathered.bytes, self._staging.bytes) >= COMMIT_BYTES
+        return full or (waited >= COMMIT_SECONDS and bool(self._gathered.rows))
 
     @property
     def gathered(self) -> int:
@@ -190,4 +191,4 @@ class Writer:
 def _step_back() -> None:
     """Let the threads that train go first: a product that waits for one of its threads waits with all of them."""
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
