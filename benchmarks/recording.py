@@ -1,6 +1,6 @@
 """What recording costs: training the paper's MNIST network plain, with keep="keys" and with keep="all".
 
-    python benchmarks/recording.py [--batch 128 32 512] [--rounds 9] [--steps 150] [--out DIR] [--threads N] [--json FILE]
+    python benchmarks/recording.py [--batch 128 32 512] [--rounds 9] [--steps 150] [--threads N] [--out DIR] [--json F]
 
 All ways train in turn in one process, in alternating order, and every round compares each with the plain training of
 the same round; the ratio is the median over the rounds. Probe and checksums are on, and the memory is written to disk:

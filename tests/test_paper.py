@@ -190,8 +190,8 @@ def shuffled(seed: int) -> Iterator[None]:
     """Inside, the events of every memory come in another order, all in one block."""
     read = StoredMemory.blocks
 
-    def blocks(memory: StoredMemory, weight: int, until: int) -> Iterator[Block]:
-        parts = list(read(memory, weight, until))
+    def blocks(memory: StoredMemory, weight: int, until: int, since: int = 0) -> Iterator[Block]:
+        parts = list(read(memory, weight, until, since=since))
         order = torch.randperm(sum(map(len, parts)), generator=torch.Generator().manual_seed(seed))
         fields = Block.__dataclass_fields__
         yield Block(**{name: torch.cat([getattr(part, name) for part in parts])[order] for name in fields})

@@ -48,6 +48,7 @@ class Writer:
         self.path = path
         self.manifest = manifest
         self.waited = 0.0
+        self.broken = False
         self._ledgers = ledgers
         self._staging = Staging()
         self.hold = self._staging.hold
@@ -113,7 +114,9 @@ class Writer:
         if self._under_way is not None:
             start = time.monotonic()
             under_way, self._under_way = self._under_way, None
+            self.broken = True  # unless it went well: steps are missing then, and no later ones may follow
             under_way.result()
+            self.broken = False
             self.waited += time.monotonic() - start
 
     def _commit(

@@ -33,12 +33,12 @@ class Precision:
     tiny: float
 
 
-_PRECISIONS = {
+PRECISIONS = {
     torch.float64: Precision(2.0**-53, 1e-12, 2.0**-50, 1e-280),
     torch.float32: Precision(2.0**-24, 1e-5, 2.0**-21, 1e-30),
 }
 # Half-precision products are summed in fp32, but the gradient itself is rounded to 8 or 11 bits.
-_HALF = Precision(2.0**-24, 1e-2, 1e-3, 1e-30)
+HALF = Precision(2.0**-24, 1e-2, 1e-3, 1e-30)
 
 
 def norm(vector: Vector) -> float:
@@ -48,7 +48,7 @@ def norm(vector: Vector) -> float:
 
 def precision(target: Target, half: bool) -> Precision:
     """The precision of the products that make a parameter's gradient."""
-    return _HALF if half else _PRECISIONS.get(target.parameter.dtype, _HALF)
+    return HALF if half else PRECISIONS.get(target.parameter.dtype, HALF)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def fit(seen: Evidence, known: Sequence[float] | None = None, known_l2: float = 
     return plain
 
 
-def _clear_scale(scale: float, precision: Precision, known: bool = False) -> float | None:
+def clear_scale(scale: float, precision: Precision, known: bool = False) -> float | None:
     """A scale, as a power of two where it is one within rounding; None where there is any doubt."""
     if not math.isfinite(scale) or scale == 0.0:
         return None
@@ -199,43 +199,6 @@ def _clear_scale(scale: float, precision: Precision, known: bool = False) -> flo
     return None if not known and off < 1e-3 else scale
 
 
-def everyday(evidence: Mapping[Target, Evidence], known: dict[int, float]) -> dict[Target, Fit] | None:
-    """The everyday case: one backward pass in all parameters, one scale for them all, nothing left.
-
-    It is what nearly every step of nearly every training is, so it is decided for all parameters at once. None
-    where there is any doubt.
-    """
-    seen = list(evidence.values())
-    if not seen or any(len(one.passes) != 1 for one in seen):
-        return None
-    exactly, backward = seen[0].precision, seen[0].passes[0].backward
-    if any(one.precision is not exactly or one.passes[0].backward != backward for one in seen):
-        return None
-    if exactly is _HALF or all(one.target.equations == 1 for one in seen):
-        return None
-    products: list[tuple[float, float, float]] = []
-    for one in seen:
-        gradient, sketch = one.gradient, one.passes[0].sketch
-        products.append((float(gradient @ gradient), float(gradient @ sketch), float(sketch @ sketch)))
-    square = sum(own for _, _, own in products)
-    scale = _clear_scale(sum(common for _, common, _ in products) / square if square > 0 else math.nan, exactly)
-    if scale is None:
-        return None
-    fits: dict[Target, Fit] = {}
-    for one, (size, common, own) in zip(seen, products, strict=True):
-        if not size > exactly.tiny:
-            return None
-        # ‖g − c s‖² of what was multiplied out already; where it cancels too much to tell, all over again.
-        rest = size - 2 * scale * common + scale * scale * own
-        if exactly.floor < 1e-7:
-            rest = norm(one.gradient - scale * one.passes[0].sketch) ** 2
-        if not rest <= exactly.floor**2 * size:
-            return None
-        fits[one.target] = Fit((scale,), math.sqrt(max(rest, 0.0) / size), exactly.floor)
-    known.setdefault(backward, scale)
-    return fits
-
-
 def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
     """The everyday case: one pass since zero_grad, one scale, nothing left. None where there is any doubt."""
     if seen.target.equations == 1 and not known:
@@ -243,7 +206,7 @@ def _one_pass(seen: Evidence, known: Sequence[float] | None) -> Fit | None:
     sketch = seen.passes[-1].sketch
     square = float(sketch @ sketch)
     nearest = float(sketch @ seen.gradient) / square if square > 0 else math.nan
-    scale = _clear_scale(known[-1] if known else nearest, seen.precision, bool(known))
+    scale = clear_scale(known[-1] if known else nearest, seen.precision, bool(known))
     if scale is None:
         return None
     remainder = norm(seen.gradient - scale * sketch) / seen.norm

@@ -213,7 +213,8 @@ class Recorder:
             return None
 
     def _fail(self, error: Exception) -> None:
-        if self._writer is not None and self._between_steps and not isinstance(error, OSError):
+        healthy = self._writer is not None and not self._writer.broken
+        if healthy and self._between_steps and not isinstance(error, OSError):
             with contextlib.suppress(Exception):
                 self._commit(True)  # what was finished before is worth keeping
         committed = self._writer.manifest.steps if self._writer else 0

@@ -17,12 +17,13 @@ from dualform.memory import Call, Finding, PassRow, StepRow
 from dualform.memory.files import bytes_hash
 from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
-from dualform.recording.probe import Evidence, Fit, everyday, fit_all
-from dualform.recording.targets import Pass, Target, Targets, Vector
+from dualform.recording.everyday import everyday, everyday_fit, everyday_stretch
+from dualform.recording.probe import Evidence, Fit, fit_all
+from dualform.recording.targets import Pass, Target, Targets, Use, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 CALM = 32  # everyday steps after which the next ones are judged some at a time
-AT_A_TIME = 16
+AT_A_TIME = 32
 
 
 class _Reading(NamedTuple):
@@ -175,6 +176,35 @@ class Stepping:
             self._calm = 0 if fits is None else self._calm + 1
             return fit_all(evidence, self._scales) if fits is None else fits
 
+    def _judge_together(self, steps: Sequence[_Step]) -> None:
+        """Judge several everyday steps of the same fp32 parameters at once; leave them as they are where in doubt."""
+        targets = [reading.target for reading in steps[0].readings] if steps else []
+        if len(steps) < 2 or not all(_is_plain(step, targets) for step in steps):
+            return
+        gradients = [np.array([step.readings[at].sketch for step in steps], np.float64) for at in range(len(targets))]
+        raw: dict[Use, np.ndarray] = {}
+        sketches: list[np.ndarray] = []
+        for at, target in enumerate(targets):
+            rows = [step.readings[at].passes[0].rows[0] for step in steps]
+            use = rows[0].use
+            if use not in raw:
+                raw[use] = np.array([row.sketch.cpu().numpy() for row in rows], np.float64)
+            of_weight = raw[use][:, :-1].transpose(0, 2, 1).reshape(len(steps), -1)
+            sketches.append(of_weight if target.projection is not None else raw[use][:, -1])
+        with np.errstate(all="ignore"):
+            found = everyday_stretch(gradients, sketches)
+        if found is None:
+            return
+        scales, remainders = found
+        self._calm += len(steps)
+        for number, step in enumerate(steps):
+            step.gradients = {target: gradients[at][number] for at, target in enumerate(targets)}
+            step.fits = {t: everyday_fit(scales[number], remainders[number][at]) for at, t in enumerate(targets)}
+            self._scales.setdefault(step.readings[0].passes[0].backward, scales[number])
+            for reading in step.readings:
+                reading.passes[0].rows[0].finite = True
+        self._previous.update(steps[-1].gradients)
+
     def finish(self, index: int, others: Mapping[str, Tensor]) -> None:
         """The step was made."""
         step, self._draft = self._draft, None
@@ -193,6 +223,7 @@ class Stepping:
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
         pending, self._pending = self._pending, []
+        self._judge_together(pending)
         for step in pending:
             if step.fits is None:
                 step.fits = self._judge(step, late=True)
@@ -299,6 +330,24 @@ class Stepping:
         else:
             self._findings[key] = Finding(target.name, kind, since, step, reason)
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
+
+
+def _is_plain(step: _Step, targets: Sequence[Target]) -> bool:
+    """Whether a step is the most usual one: a call of every layer in one backward pass, in fp32, to be judged yet."""
+    if step.fits is not None or len(step.readings) != len(targets):
+        return False
+    backwards = {one.backward for reading in step.readings for one in reading.passes}
+    return len(backwards) == 1 and all(
+        reading.target is target
+        and reading.sketch is not None
+        and reading.sketch.dtype == np.float32
+        and reading.unscale == 1.0
+        and not reading.half
+        and target.parameter.dtype == torch.float32
+        and len(reading.passes) == 1
+        and len(reading.passes[0].rows) == 1
+        for reading, target in zip(step.readings, targets, strict=True)
+    )
 
 
 def _weight(target: Target) -> Vector:

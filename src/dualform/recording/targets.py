@@ -42,6 +42,7 @@ class Arrived:
     fixed: bool
     trained: list[Target]
     sketch: Tensor
+    finite: bool = False
     stored: bool = False
 
     @cached_property
@@ -58,7 +59,7 @@ class Arrived:
     def nonfinite(self) -> int:
         """How many of the events hold a NaN or an infinity."""
         # A NaN or an infinity anywhere in the rows reaches their sketch.
-        if np.isfinite(self.vectors[0]).all():
+        if self.finite or np.isfinite(self.vectors[0]).all():
             return 0
         bad = ~self.keys.isfinite().all(dim=1) | ~self.gradients.to(self.keys.device).isfinite().all(dim=1)
         return int(bad.sum())
