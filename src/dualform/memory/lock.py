@@ -9,7 +9,7 @@ import os
 import socket
 from pathlib import Path
 
-from dualform.errors import MemoryInUse
+from dualform.errors import BadMemory, MemoryInUse
 
 try:
     import fcntl
@@ -25,7 +25,10 @@ class Lock:
     """Held from when it is made until `release`; the system releases it when the process dies, however it dies."""
 
     def __init__(self, root: Path) -> None:
-        self._handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise BadMemory(f"cannot write into {root}: {error.strerror}.") from error
         try:
             if fcntl is not None:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

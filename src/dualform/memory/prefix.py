@@ -8,7 +8,7 @@ from pathlib import Path
 from dualform.memory.directory import segment_files
 from dualform.memory.disk import disk
 from dualform.memory.files import FINAL, Tensors, write_tensors
-from dualform.memory.manifest import Manifest, SegmentRecord, write_manifest
+from dualform.memory.manifest import FORMAT, Manifest, SegmentRecord, write_manifest
 from dualform.memory.mapped import TensorFile
 from dualform.memory.segment import read_calls
 from dualform.memory.stored import StoredMemory
@@ -21,7 +21,7 @@ def prefix(memory: StoredMemory, steps: int) -> Manifest:
         for file, record in memory.segments
         if record.first_step <= steps
     ]
-    return memory.manifest.shortened(segments)
+    return dataclasses.replace(memory.manifest.shortened(segments), format=FORMAT)
 
 
 def _cut(memory: StoredMemory, file: TensorFile, record: SegmentRecord, last: int) -> SegmentRecord:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dualform.blocks import Block
-from dualform.errors import BadCall, BadQuery, DamagedMemory, EmptyMemory
+from dualform.errors import BadCall, BadMemory, BadQuery, DamagedMemory, EmptyMemory
 from dualform.memory.columns import Column, column_names, read_column, write_column
 from dualform.memory.journal import Journal
 from dualform.memory.manifest import SegmentRecord, read_manifest
@@ -237,7 +237,10 @@ class StoredMemory:
                     f"{self.manifest.examples - 1:,}: pass one entry for every example id."
                 )
         for column in made:
-            write_column(self.path, column)
+            try:
+                write_column(self.path, column)
+            except OSError as error:
+                raise BadMemory(f"column {column.name!r} cannot be written: {error.strerror}.") from error
             self._columns[column.name] = column
 
     def verify(self, progress: bool = False) -> Verification:

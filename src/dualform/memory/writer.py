@@ -53,18 +53,17 @@ class Writer:
         self._staging = Staging()
         self.hold = self._staging.hold
         self._gathered = _Gathered()
-        self._steps = manifest.steps
+        self._steps = self._committed = manifest.steps
         self._number = next_segment(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dualform-writer", initializer=_step_back)
         self._under_way: Future[None] | None = None
         self._last_commit = time.monotonic()
 
-    @property
-    def due(self) -> bool:
-        """Whether enough has gathered, or enough time has passed, for a commit."""
-        waited = time.monotonic() - self._last_commit
-        full = max(self._gathered.bytes, self._staging.bytes) >= COMMIT_BYTES
-        return full or (waited >= COMMIT_SECONDS and bool(self._gathered.rows))
+    def due(self, steps: int) -> bool:
+        """Whether enough has gathered, or enough time has passed, for a commit after so many steps."""
+        if max(self._gathered.bytes, self._staging.bytes) >= COMMIT_BYTES:
+            return True
+        return steps > self._committed and time.monotonic() - self._last_commit >= COMMIT_SECONDS
 
     @property
     def gathered(self) -> int:
@@ -105,6 +104,7 @@ class Writer:
         gathered, self._gathered = self._gathered, _Gathered()
         self._staging.turn()
         self._last_commit = time.monotonic()
+        self._committed = self._steps
         self._under_way = self._thread.submit(self._commit, gathered, extra, tuple(findings), tuple(told))
         if wait:
             self._settle()

@@ -1,7 +1,8 @@
 """The hooks that turn a backward pass into events, without changing anything in it.
 
-A forward hook puts a tensor hook on the layer's output. It copies key and gradient during backward, and the
-weight's post-accumulate hook decides whether they became events: only then did the gradient reach the weight.
+A forward hook puts a tensor hook on the layer's output, which keeps the gradient. When the backward pass has ended,
+keys and gradients are copied, and the weights' post-accumulate hooks have said which of them became events: only
+where a gradient reached the weight.
 """
 
 from __future__ import annotations

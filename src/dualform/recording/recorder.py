@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualform.errors import BadCall, BadIds, DualformError, RecordingFailed
+from dualform.errors import BadCall, BadIds, BadMemory, DualformError, RecordingFailed
 from dualform.memory import Column, StepRow, Writer
 from dualform.memory.columns import write_column
 from dualform.memory.directory import clear_leftovers, is_unused, make_directory
@@ -93,9 +93,11 @@ class Recorder:
             self._install_hooks()
             self._writer = run_plain(self._resume if resumed else self._begin)
             self._capture.hold = self._writer.hold
-        except BaseException:
+        except BaseException as error:
             self._remove_hooks()
             self._lock.release()
+            if isinstance(error, OSError):
+                raise BadMemory(f"cannot record into {self.path}: {error.strerror or error}.") from error
             raise
         for note in self._targets.notes:
             self._tell(note, note)
@@ -275,7 +277,7 @@ class Recorder:
         if not self._estimated:
             self._estimate()
         self._between_steps = True
-        if self._writer.due:
+        if self._writer.due(self._stepping.steps):
             self._commit(False)
 
     def _emit(self, row: StepRow) -> None:
@@ -311,6 +313,8 @@ class Recorder:
 
     def _finish(self) -> None:
         assert self._writer is not None
+        if not self._between_steps:
+            raise RecordingFailed("an optimiser's step was interrupted, so the weights are those of no step")
         if self._writer.waited > 1.0:
             logger.info("training waited %.1f s for the disk", self._writer.waited)
         self._commit(True)

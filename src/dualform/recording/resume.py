@@ -38,9 +38,10 @@ def _require_same_run(kept: Manifest, blank: Manifest) -> None:
     for what in ("keep", "parameters", "weights", "optimizers", "every_step", "at_commits"):
         before, now = getattr(kept, what), getattr(blank, what)
         if before != now:
-            first = next((pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]), (before, now))
+            pairs = [] if isinstance(before, str) else zip(before, now, strict=False)
+            first = next((pair for pair in pairs if pair[0] != pair[1]), (before, now))
             raise ModelMismatch(
-                f"this is not the run that the memory was recorded from: its {what.replace('_', ' ')} differ. "
+                f"this is not the run that the memory was recorded from: its {what.replace('_', ' ')} is not the same. "
                 f"The memory has {first[0]!r}, this call {first[1]!r}."
             )
 
@@ -75,8 +76,11 @@ def _require_same_state(memory: StoredMemory, targets: Targets, stepping: Steppi
         velocity = stepping.velocity(target)
         if velocity is None or not _is_linear(memory, target, step):
             continue  # a fresh optimiser begins without, and the journal says so
-        kept = memory.velocity_sketch(target.index, step) if exact else _folded(memory, target, step, velocity=True)
-        if kept is None or not _near(target, target.sketch(velocity), kept, step, exact):
+        kept_too = exact and memory.manifest.format > 1  # format 1 has no sketches of velocities
+        if not kept_too and memory.manifest.keep != "all":
+            continue
+        kept = memory.velocity_sketch(target.index, step) if kept_too else _folded(memory, target, step, velocity=True)
+        if kept is None or not _near(target, target.sketch(velocity), kept, step, kept_too):
             raise ModelMismatch(
                 f"the optimiser's momentum of {target.name} is not what it was after step {step} of the recorded run. "
                 "Load the optimiser's state from the same checkpoint as the model's."
