@@ -10,20 +10,23 @@ from torch import nn
 
 import dualform
 from dualform.cli import VERBS, main
+from dualform.memory.lock import Lock
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A memory of three steps of a tiny network."""
+    """A memory of four steps of a tiny network, two in each segment."""
     torch.manual_seed(0)
     model, path = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), tmp_path / "run"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with dualform.record(model, optimizer, path, examples={"label": torch.arange(8) % 2}) as recorder:
-        for ids in torch.arange(24).remainder(8).split(8):
+        for step, ids in enumerate(torch.arange(32).remainder(8).split(8), start=1):
             with recorder.batch(ids):
                 model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step == 2:
+                recorder.commit()
     return path
 
 
@@ -53,20 +56,93 @@ def test_verify_of_a_whole_memory(run: Path, capsys: pytest.CaptureFixture[str])
     assert "every checksum matches" in capsys.readouterr().out
 
 
-def test_verify_of_a_damaged_memory_exits_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    segment = next((run / "segments").iterdir())
-    content = bytearray(segment.read_bytes())
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    segment.write_bytes(content)
+    path.write_bytes(content)
+
+
+def segment(run: Path, number: int = 1) -> Path:
+    return run / f"segments/r000-{number:06d}.safetensors"
+
+
+def test_verify_of_a_damaged_memory_exits_1_and_says_what_is_usable(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(segment(run))
     assert call("verify", run) == 1
-    assert segment.name in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"{run} is damaged (" in text
+    assert segment(run).name in text
+    assert "Of 4 steps, steps 1 to 2 can be used; `dualform verify --repair` keeps them." in text
+    damage(segment(run, 0))
+    assert call("verify", run) == 1
+    text = capsys.readouterr().out
+    assert segment(run, 0).name in text
+    assert segment(run, 1).name in text
+    assert "Of 4 steps, no step can be used" in text
 
 
-@pytest.mark.parametrize("verb", ["info", "verify"])
+def test_verify_of_a_damaged_column_says_that_every_step_is_usable(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run / "examples/label.safetensors")
+    assert call("verify", run) == 1
+    text = capsys.readouterr().out
+    assert "label.safetensors" in text
+    assert "All 4 steps can be used" in text
+
+
+def test_repair_keeps_what_is_usable_and_says_what_it_did(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(segment(run))
+    assert call("verify", run, "--repair") == 0
+    text = capsys.readouterr().out
+    assert f"{run} is damaged (" in text
+    assert "\nRepaired:\n  - steps 3 to 4 were dropped: " in text
+    assert "\n  - segments/r000-000001.safetensors was moved to damaged/segments-r000-000001.safetensors" in text
+    assert "\n  - final.safetensors was moved to damaged/final.safetensors" in text
+    assert call("verify", run) == 0
+    assert "every checksum matches" in capsys.readouterr().out
+    assert call("info", run, "--certificate") == 0
+    text = capsys.readouterr().out
+    assert "2 steps of SGD" in text
+    assert "repaired: steps 3 to 4 were dropped" in text
+    assert "certificate: exact" in text
+
+
+def test_repair_of_a_whole_memory_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*.*")}
+    assert call("verify", run, "--repair") == 0
+    text = capsys.readouterr().out
+    assert f"{run} is whole: " in text
+    assert "epaired" not in text
+    assert before == {path: path.read_bytes() for path in run.rglob("*.*")}
+
+
+@pytest.mark.parametrize("file", ["initial.safetensors", "manifest-r000.json"])
+def test_what_cannot_be_repaired_exits_1(file: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run / file)
+    assert call("verify", run, "--repair") == 1
+    streams = capsys.readouterr()
+    assert streams.out.startswith(f"{run} cannot be repaired: ")
+    assert file in streams.out
+    assert "Traceback" not in streams.out + streams.err
+    assert not (run / "damaged").exists()
+
+
+def test_a_memory_that_is_being_recorded_is_not_repaired(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = Lock(run)
+    assert call("verify", run, "--repair") == 2
+    assert "is being written by another recorder" in capsys.readouterr().err
+    assert call("verify", run) == 0
+    lock.release()
+
+
+@pytest.mark.parametrize("verb", ["info", "verify", "verify --repair"])
 def test_no_memory_there_is_one_message_without_traceback(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(verb, tmp_path / "nothing") == 2
+    assert call(*verb.split(), tmp_path / "nothing") == 2
     streams = capsys.readouterr()
     assert streams.err.startswith("dualform: ")
     assert str(tmp_path / "nothing") in streams.err
