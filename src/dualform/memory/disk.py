@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.direct = bool(_O_DIRECT)
-        self._bounce: mmap.mmap | None = None
+        self._own = threading.local()  # every writer has a thread, and a buffer, of its own
 
     def create(self, path: Path, direct: bool) -> int:
         """Open a new file for writing."""
@@ -107,9 +108,9 @@ class Disk:
 
     def _write_pages(self, handle: int, pieces: Sequence[memoryview]) -> None:
         """Whole pages from where they are, everything else through a page-aligned buffer."""
-        if self._bounce is None:
-            self._bounce = mmap.mmap(-1, _PIECE)
-        bounce = memoryview(self._bounce)
+        if len(getattr(self._own, "bounce", b"")) != _PIECE:
+            self._own.bounce = mmap.mmap(-1, _PIECE)
+        bounce = memoryview(self._own.bounce)
         filled = total = 0
         for piece in pieces:
             total += len(piece)

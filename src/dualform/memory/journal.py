@@ -140,6 +140,21 @@ class Journal:
             scales.append(file.read("journal/scales").numpy()[valid])
         return np.concatenate(numbers), np.concatenate(scales)
 
+    def is_clean(self, step: int) -> bool:
+        """Whether no step after this one uses events of it or before: a bias may be stepped later than its weight."""
+        first, last = self._spans
+        return not bool(((first <= step) & (last > step)).any())
+
+    @cached_property
+    def _spans(self) -> tuple[Int64[np.ndarray, " backwards"], Int64[np.ndarray, " backwards"]]:
+        """The first and the last step that uses each backward pass."""
+        numbers, _ = self._passes
+        first = np.full(self.backwards, np.iinfo(np.int64).max)
+        last = np.zeros(self.backwards, dtype=np.int64)
+        np.minimum.at(first, numbers[:, 0], numbers[:, 2])
+        np.maximum.at(last, numbers[:, 0], numbers[:, 2])
+        return first, last
+
     @property
     def backwards(self) -> int:
         """One more than the largest number of a backward pass."""

@@ -44,8 +44,12 @@ class Lock:
                 "Wait until it is closed, or record into another directory."
             ) from None
         _held.add(self._handle)
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise BadMemory(f"cannot write into {root}: {error.strerror}.") from error
 
     def release(self) -> None:
         """Let another writer in."""

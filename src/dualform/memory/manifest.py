@@ -157,6 +157,7 @@ class Manifest:
             steps=steps,
             segments=tuple(segments),
             findings=tuple(finding for finding in self.findings if finding.since < steps),
+            told=self.told if steps == self.steps else (),
             final=self.final if steps == self.steps else None,
         )
 

@@ -224,6 +224,14 @@ class StoredMemory:
             self._columns[name] = read_column(self.path, name)
         return self._columns[name]
 
+    def require_enough(self, column: Column) -> None:
+        """BadCall where a column has no entry for some example of the memory."""
+        if len(column) < self.manifest.examples:
+            raise BadCall(
+                f"column {column.name!r} has {len(column):,} entries, but the memory has events of example "
+                f"{self.manifest.examples - 1:,}: pass one entry for every example id."
+            )
+
     def annotate(self, **columns: Any) -> None:
         """Add columns to the examples table, durably; each is indexed by example id.
 
@@ -231,11 +239,7 @@ class StoredMemory:
         """
         made = [Column.of(name, array) for name, array in columns.items()]
         for column in made:
-            if len(column) < self.manifest.examples:
-                raise BadCall(
-                    f"column {column.name!r} has {len(column):,} entries, but the memory has events of example "
-                    f"{self.manifest.examples - 1:,}: pass one entry for every example id."
-                )
+            self.require_enough(column)
         for column in made:
             try:
                 write_column(self.path, column)

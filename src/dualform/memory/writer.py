@@ -111,13 +111,18 @@ class Writer:
 
     def _settle(self) -> None:
         """Wait for the commit under way; what failed in it is raised here, in the training thread."""
-        if self._under_way is not None:
-            start = time.monotonic()
-            under_way, self._under_way = self._under_way, None
-            self.broken = True  # unless it went well: steps are missing then, and no later ones may follow
-            under_way.result()
-            self.broken = False
-            self.waited += time.monotonic() - start
+        if self._under_way is None:
+            return
+        start = time.monotonic()
+        try:
+            self._under_way.result()
+        except BaseException:
+            if self._under_way.done():  # and not only the waiting for it was interrupted
+                self.broken = self._under_way.exception() is not None  # then no later steps may follow
+                self._under_way = None
+            raise
+        self._under_way = None
+        self.waited += time.monotonic() - start
 
     def _commit(
         self, gathered: _Gathered, extra: Tensors, findings: tuple[Finding, ...], told: tuple[str, ...]

@@ -53,10 +53,11 @@ class Keyframes:
         """The state after step `until`, from the last keyframe before it; keyframes on the way are kept."""
         state = self._before(until)
         spacing = self.spacing
-        stops = [*range(state.step // spacing * spacing + spacing, until, spacing), until]
+        between = range(state.step // spacing * spacing + spacing, until, spacing)
+        stops = [*(step for step in between if self._memory.journal.is_clean(step)), until]
         for stop in tqdm(stops, "rebuilding", unit="stretch", disable=None if len(stops) > 3 else True, leave=False):
             if stop > state.step:
-                kept = stop % spacing == 0
+                kept = stop % spacing == 0 and self._memory.journal.is_clean(stop)
                 state = self._advance(state, stop, velocities=kept or stop < until)
                 if kept:
                     self._keep(state)
@@ -71,7 +72,7 @@ class Keyframes:
 
     def _before(self, until: int) -> State:
         there = sorted(_steps(self._memory.path), reverse=True)
-        for step in (step for step in there if 0 < step <= until):
+        for step in (step for step in there if 0 < step <= until and self._memory.journal.is_clean(step)):
             state = self._remembered.get(step) or self._read(step)
             if state is not None:
                 return self._remember(state)
@@ -111,7 +112,7 @@ class Keyframes:
         """What the state after a step depends on: the run, and the segments up to that step."""
         manifest = self._memory.manifest
         segments = [s.file.checksums for s in manifest.segments if s.first_step <= step]
-        return xxhash.xxh3_64_hexdigest(json.dumps([manifest.id, manifest.initial.checksums, segments]).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps([manifest.id, step, manifest.initial.checksums, segments]).encode())
 
     def _keep(self, state: State) -> None:
         self._remember(state)

@@ -215,13 +215,17 @@ class Capture:
             # A backward pass within another leaves the other's gradients to it.
             self._accumulated[:] = others if self._open else []
 
+    @property
+    def within_backward(self) -> bool:
+        """Whether a backward pass through a recorded layer is going on."""
+        return bool(self._open)
+
     def settle(self, target: Target) -> None:
-        """An optimiser is about to step this parameter: within a backward pass, its gradient is there already."""
-        if self._open:
-            backward = self._open.get(torch._C._current_graph_task_id())
-            if backward is not None:
-                self._take_in(backward)
-                self._settle(target, backward)
+        """An optimiser is about to step this parameter within a backward pass: its gradient is there already."""
+        backward = self._open.get(torch._C._current_graph_task_id())
+        if backward is not None:
+            self._take_in(backward)
+            self._settle(target, backward)
 
     def _settle(self, target: Target, backward: _Backward) -> bool:
         """Make the rows of a backward pass events of a parameter that took its gradient from it."""

@@ -60,6 +60,7 @@ class Recorder:
         self._examples = len(columns[0]) if columns else None
         self._batch: Batch | None = None
         self._told: dict[str, str] = {}
+        self._told_before: tuple[str, ...] = ()
         self._handles: list[Any] = []
         self._writer: Writer | None = None
         self._lock: Lock | None = None
@@ -117,14 +118,14 @@ class Recorder:
         blank = describe(
             self._targets, self._stepping, self._optimizers, self._keep, self._recipe, FileRecord("", 0, ())
         )
-        memory = resumed_memory(self.path, self._resume_at, blank, self._targets, self._stepping)
+        memory = resumed_memory(self.path, self._resume_at, blank, self._targets, self._stepping, self._columns)
         if not self._columns and memory.columns:
             self._examples = len(memory.column(memory.columns[0]))
         for column in self._columns:
             write_column(self.path, column)
         self._stepping.start(memory.steps, memory.manifest.findings)
         self._capture.backwards = memory.journal.backwards
-        self._told = {message: message for message in memory.manifest.told}
+        self._told_before = memory.manifest.told
         counts = memory.manifest.segments[-1].next_keys if memory.manifest.segments else (0,) * len(blank.weights)
         ledgers = [Ledger(count, partial(memory.stored_keys, at)) for at, count in enumerate(counts)]
         return Writer(self.path, memory.manifest, ledgers)
@@ -244,7 +245,8 @@ class Recorder:
         """Tell once, through the logger and in the manifest."""
         if key not in self._told:
             self._told[key] = message
-            logger.warning("%s", message)
+            if message not in self._told_before:
+                logger.warning("%s", message)
 
     def _before_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,7 +305,8 @@ class Recorder:
         extra = sketch_tensors(sketches, velocities, hashes)
         extra |= {f"other/{name}": [place.current().clone()] for name, place in self._targets.at_commits.items()}
         self._capture.leave_arena()
-        self._writer.commit(extra, self._stepping.findings, list(self._told.values()), wait)
+        told = dict.fromkeys([*self._told_before, *self._told.values()])
+        self._writer.commit(extra, self._stepping.findings, list(told), wait)
         if self._writer.manifest.nonfinite:
             self._tell(
                 "nonfinite",

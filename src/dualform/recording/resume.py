@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from dualform.errors import BadCall, ModelMismatch
-from dualform.memory import Manifest, StoredMemory
+from dualform.memory import Column, Manifest, StoredMemory
 from dualform.memory.prefix import drop_after, prefix
 from dualform.optimizers import LINEAR
 from dualform.recording.description import final_tensors
@@ -20,7 +21,9 @@ from dualform.recording.targets import Target, Targets
 logger = logging.getLogger("dualform")
 
 
-def resumed_memory(path: Path, step: int, blank: Manifest, targets: Targets, stepping: Stepping) -> StoredMemory:
+def resumed_memory(
+    path: Path, step: int, blank: Manifest, targets: Targets, stepping: Stepping, columns: Sequence[Column]
+) -> StoredMemory:
     """The memory at `path`, cut after `step`; an error where it cannot be gone on with from this model."""
     memory = StoredMemory(path)
     if step > memory.steps:
@@ -31,6 +34,8 @@ def resumed_memory(path: Path, step: int, blank: Manifest, targets: Targets, ste
     _require_same_run(memory.manifest, blank)
     _require_same_probe(memory, targets)
     _require_same_state(memory, targets, stepping, step)
+    for column in columns:
+        memory.require_enough(column)
     return drop_after(memory, step, final_tensors(targets))
 
 
@@ -66,9 +71,8 @@ def _require_same_state(memory: StoredMemory, targets: Targets, stepping: Steppi
     for target in targets.parameters:
         if not exact and (target.name in findings or not _is_linear(memory, target, step)):
             continue  # its events do not add up to it
-        kept = memory.sketch(target.index, step) if exact else _folded(memory, target, step, velocity=False)
-        assert kept is not None
-        if not _near(target, target.sketch(target.parameter), kept, step, exact):
+        kept = memory.sketch(target.index, step)
+        if not _is_near(memory, target, target.parameter, kept, step, velocity=False):
             raise ModelMismatch(
                 f"{target.name} is not what it was after step {step} of the recorded run. Load model and optimiser "
                 f"from a checkpoint of step {step}, or pass the step of the checkpoint as resume_at."
@@ -76,11 +80,10 @@ def _require_same_state(memory: StoredMemory, targets: Targets, stepping: Steppi
         velocity = stepping.velocity(target)
         if velocity is None or not _is_linear(memory, target, step):
             continue  # a fresh optimiser begins without, and the journal says so
-        kept_too = exact and memory.manifest.format > 1  # format 1 has no sketches of velocities
-        if not kept_too and memory.manifest.keep != "all":
-            continue
-        kept = memory.velocity_sketch(target.index, step) if kept_too else _folded(memory, target, step, velocity=True)
-        if kept is None or not _near(target, target.sketch(velocity), kept, step, kept_too):
+        kept = memory.velocity_sketch(target.index, step)
+        if kept is None and memory.manifest.keep != "all" and memory.manifest.format == 1:
+            continue  # format 1 has no sketches of velocities
+        if not _is_near(memory, target, velocity, kept, step, velocity=True):
             raise ModelMismatch(
                 f"the optimiser's momentum of {target.name} is not what it was after step {step} of the recorded run. "
                 "Load the optimiser's state from the same checkpoint as the model's."
@@ -92,34 +95,43 @@ def _is_linear(memory: StoredMemory, target: Target, step: int) -> bool:
     return bool(((flags == 0) | (flags & LINEAR > 0)).all())
 
 
-def _near(target: Target, sketch: Tensor, kept: Tensor, step: int, exact: bool) -> bool:
-    """Whether two sketches are of the same parameter: to the bit but for the order of their sums, or rebuilt."""
+def _is_near(memory: StoredMemory, target: Target, now: Tensor, kept: Tensor | None, step: int, velocity: bool) -> bool:
+    """Whether a parameter or velocity is that of the step: by its sketch to the bit but for the order of its sums, or,
+    where none was kept, by what the events add up to, within their rounding.
+    """
+    sketch = target.sketch(now)
+    if kept is not None:
+        return bool((sketch - kept).norm() <= 1e-9 * max(kept.norm(), sketch.norm()))
+    if memory.manifest.keep != "all":
+        return False
+    total, terms = _folded(memory, target, step, velocity)
+    size = max(terms, float(total.norm()), float(sketch.norm()))
     eps = torch.finfo(target.parameter.dtype).eps
-    tolerance = 1e-9 if exact else 100 * eps * max(step, 1) ** 0.5
-    size = max(float(kept.norm()), float(sketch.norm()))
-    return float((sketch - kept).norm()) <= tolerance * size
+    return bool((sketch - total).norm() <= 100 * eps * max(step, 1) ** 0.5 * size)
 
 
-def _folded(memory: StoredMemory, target: Target, step: int, velocity: bool) -> Float64[Tensor, "..."]:
-    """The sketch of a weight or of its velocity after `step`, from the sketches of W0 and v_0 and from the events."""
-    start = memory.sketch(target.index, 0)
-    moving = memory.velocity_sketch(target.index, 0)
+def _folded(memory: StoredMemory, target: Target, step: int, velocity: bool) -> tuple[Float64[Tensor, "..."], float]:
+    """The sketch of a weight or of its velocity after `step`, from W0, v_0 and the events; and its terms' size."""
     found = memory.journal.coefficients(target.index, step, velocity)
-    assert start is not None
-    total = found.initial * start
+    total = found.initial * target.sketch(memory.initial(target.name))
+    moving = memory.velocity(target.name)
     if moving is not None:
-        total = total + found.velocity * moving
+        total = total + found.velocity * target.sketch(moving)
+    terms = float(total.norm()) ** 2
     table = memory.journal.event_coefficients(target.index, step, velocity)
     for weight, record in enumerate(memory.manifest.weights):
         uses = [at for at, use in enumerate(record.uses) if target.name in (record.name, use.bias)]
         if not uses:
             continue
         for block in memory.blocks(weight, step):
-            chosen = torch.isin(block.uses, torch.tensor(uses)) & (table[block.backwards] != 0)
-            block = block.select(chosen)
+            block = block.select(torch.isin(block.uses, torch.tensor(uses)) & (table[block.backwards] != 0))
             assert block.gradients is not None
             values = block.gradients.double() * table[block.backwards, None]
-            total = total + (
-                values.sum(0) if target.projection is None else values.T @ target.project(block.keys.double())
-            )
-    return total
+            if target.projection is None:
+                part, sizes = values.sum(0), values.square().sum(1)
+            else:
+                keys = target.project(block.keys.double())
+                part, sizes = values.T @ keys, values.square().sum(1) * keys.square().sum(1)
+            total = total + part
+            terms += float(sizes.sum())
+    return total, terms**0.5

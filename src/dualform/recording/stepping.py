@@ -143,6 +143,7 @@ class Stepping:
         grad_scale = getattr(optimizer, "grad_scale", None)
         unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         linear = is_linear(optimizer)
+        within = self._capture.within_backward  # an optimiser that steps as soon as a gradient is there
         readings: list[_Reading] = []
         for target, group in self._owned(index):
             parameter = target.parameter
@@ -150,7 +151,8 @@ class Stepping:
                 self.flush()
                 self._check(target, self.steps + 1)
             gradient = parameter.grad
-            self._capture.settle(target)
+            if within:
+                self._capture.settle(target)
             if gradient is None or skipped:
                 readings.append(_Reading(target, target.passes))
                 continue
