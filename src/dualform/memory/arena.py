@@ -6,6 +6,7 @@ step produces are copied into their stream one behind the other, and leave for t
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,9 +121,12 @@ def _pages(size: int, pinned: bool) -> np.ndarray:
     """Page-aligned memory, touched now and not page by page during training."""
     if pinned:  # not run on a GPU here
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
-    memory = mmap.mmap(-1, max(size, PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages are pinned faster for a direct write; a forked worker needs none of this, and sharing would slow us.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                memory.madvise(getattr(mmap, advice))
     whole = np.frombuffer(memory, dtype=np.uint8)
     whole[::PAGE] = 0
     return whole
