@@ -3,10 +3,11 @@
     python benchmarks/recording.py [--batch 128 32 512] [--rounds 9] [--steps 150] [--threads N] [--out DIR] [--json F]
 
 All ways train in turn in one process, in alternating order, each between two turns of plain training; a round compares
-it with the mean of the two, and the ratio is the median over the rounds. Probe and checksums are on, and the memory is written to disk:
-past the page cache ("direct") and through it ("fallback"). A turn begins with steps that are not timed, so that commits
-are under way when the clock starts as when it stops; what is left to write then is waited for outside the clock, and
-reported as the time a closing run waits. Inputs are random: the time of a dense layer does not depend on them.
+it with the mean of the two, and the ratio is the median over the rounds. Probe and checksums are on, and the memory is
+written to disk: past the page cache ("direct") and through it ("fallback"). A turn begins with steps that are not
+timed, so that commits are under way when the clock starts as when it stops; what is left to write then is waited for
+outside the clock, and reported as the time a closing run waits. Inputs are random: the time of a dense layer does not
+depend on them.
 """
 
 from __future__ import annotations
