@@ -285,7 +285,7 @@ class Life(RuleBasedStateMachine):
 
 
 def test_whatever_happens_the_memory_is_what_happened() -> None:
-    run_state_machine_as_test(Life, settings=hypothesis.settings(max_examples=25, stateful_step_count=25))
+    run_state_machine_as_test(Life, settings=hypothesis.settings(max_examples=20, stateful_step_count=25))
 
 
 @pytest.mark.long

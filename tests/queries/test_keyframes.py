@@ -237,7 +237,6 @@ def test_a_keyframe_between_two_optimizers(spacing: int, tmp_path: Path, monkeyp
             assert near(memory.weights(until=step), truth.weights[step]), step
 
 
-@pytest.mark.xfail(reason="Keyframes._before does not ask whether a keyframe that it finds is still clean")
 def test_a_keyframe_that_was_the_last_step_when_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Keyframes, "spacing", 1)
     path = tmp_path / "run"
