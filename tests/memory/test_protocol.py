@@ -258,7 +258,10 @@ def test_a_disk_that_fails_is_told_once_and_training_goes_on(
                 layout.train(path, run, 0, made)
             except (BadMemory, MemoryError):
                 assert made == []  # before the first step the user is told by the exception itself
-        assert log.struck is not None
+        if log.struck is None:
+            # A small piece that happens to lie on a whole page is a write of its own: their number varies a little.
+            assert len(log.operations) < at
+            continue
         assert hooks_of(*run) == 0
         if kind in ("fails once", "tears once"):
             assert not list(path.rglob("*.tmp"))  # on a full disk its room is needed

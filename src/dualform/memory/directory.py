@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -42,9 +43,13 @@ def make_directory(path: Path) -> None:
             "Choose a directory that is new or empty."
         )
     try:
+        above = [folder for folder in path.parents if not folder.exists()]
         for part in ("segments", "examples"):
             disk.make_directory(path / part)
         disk.sync_directory(path)
+        for folder in (path.parent, *(folder.parent for folder in above)):
+            with contextlib.suppress(PermissionError):
+                disk.sync_directory(folder)  # a new directory is an entry of the one above it
     except OSError as error:
         raise BadMemory(f"cannot make the directory {path}: {error.strerror}.") from error
 

@@ -101,6 +101,10 @@ def _is_near(memory: StoredMemory, target: Target, now: Tensor, kept: Tensor | N
     """
     sketch = target.sketch(now)
     if kept is not None:
+        both = sketch.isfinite() & kept.isfinite()
+        if not bool(both.eq(sketch.isfinite()).all() and both.eq(kept.isfinite()).all()):
+            return False
+        sketch, kept = sketch[both], kept[both]  # weights that diverged are NaN in the same places
         return bool((sketch - kept).norm() <= 1e-9 * max(kept.norm(), sketch.norm()))
     if memory.manifest.keep != "all":
         return False
