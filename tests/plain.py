@@ -202,8 +202,8 @@ def blocks_of(rows: int) -> Iterator[None]:
     """Inside, a memory is read in blocks of at most that many rows."""
     read = StoredMemory.blocks
 
-    def small(memory: StoredMemory, weight: int, until: int) -> Iterator[Block]:
-        return read(memory, weight, until, rows)
+    def small(memory: StoredMemory, weight: int, until: int, since: int = 0) -> Iterator[Block]:
+        return read(memory, weight, until, rows, since)
 
     with mock.patch.object(StoredMemory, "blocks", small):
         yield

@@ -110,6 +110,7 @@ def repair(path: Path, progress: bool = False) -> tuple[Verification, tuple[str,
 
     What was found, and a sentence for everything that was done.
     """
+    read_manifest(path)  # a directory that is no memory gets no lock either
     lock = Lock(path)
     try:
         found = verify(path, progress)

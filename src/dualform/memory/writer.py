@@ -186,11 +186,15 @@ class Writer:
         self.manifest = manifest
         self._thread.shutdown()
 
-    def fail(self, reason: str) -> None:
-        """Say in the manifest why recording stopped before the training did."""
+    def stop(self) -> int:
+        """Let the commit under way end, however it ends, and make no other; how many steps are committed."""
         with contextlib.suppress(Exception):
             self._settle()
         self._thread.shutdown()
+        return self.manifest.steps
+
+    def fail(self, reason: str) -> None:
+        """Say in the manifest why recording stopped before the training did."""
         manifest = dataclasses.replace(self.manifest, failure=reason)
         write_manifest(self.path, manifest)
         self.manifest = manifest

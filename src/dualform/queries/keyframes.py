@@ -71,7 +71,7 @@ class Keyframes:
         return max(1, math.ceil(OPERATIONS * max(manifest.steps, 1) / max(work, 1.0)))
 
     def _before(self, until: int) -> State:
-        there = sorted(_steps(self._memory.path), reverse=True)
+        there = sorted({*self._remembered, *_steps(self._memory.path)}, reverse=True)
         for step in (step for step in there if 0 < step <= until and self._memory.journal.is_clean(step)):
             state = self._remembered.get(step) or self._read(step)
             if state is not None:
@@ -123,7 +123,7 @@ class Keyframes:
             disk.make_directory(path.parent)
             write_sealed(path, tensors, {"fingerprint": self._fingerprint(state.step)})
         except OSError as error:
-            logger.debug("no keyframe of step %d is kept: %s", state.step, error)
+            logger.info("no keyframe of step %d is kept: %s", state.step, error)
 
     def _read(self, step: int) -> State | None:
         """A keyframe as it was kept; None, and removed, where it is damaged or of another run."""

@@ -58,8 +58,6 @@ def everyday_stretch(
     `gradients` and `sketches` have an entry for every parameter, with a row a step. None where any step is in doubt.
     """
     exactly = PRECISIONS[torch.float32]
-    if sum(gradient.shape[1] for gradient in gradients) <= len(gradients):
-        return None  # single numbers accept any scale
     pairs = list(zip(gradients, sketches, strict=True))
     sizes = np.stack([np.einsum("ij,ij->i", gradient, gradient) for gradient, _ in pairs], axis=1)
     common = np.stack([np.einsum("ij,ij->i", gradient, sketch) for gradient, sketch in pairs], axis=1)

@@ -220,7 +220,7 @@ class Recorder:
         if healthy and self._between_steps and not isinstance(error, OSError):
             with contextlib.suppress(Exception):
                 self._commit(True)  # what was finished before is worth keeping
-        committed = self._writer.manifest.steps if self._writer else 0
+        committed = self._writer.stop() if self._writer else 0
         what = str(error) if isinstance(error, DualformError) else f"{type(error).__name__}: {error}"
         self._failure = (
             f"recording stopped after step {self._stepping.steps}: {what}. Training goes on unrecorded; "

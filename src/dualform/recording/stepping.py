@@ -19,7 +19,7 @@ from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_set
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday, everyday_fit, everyday_stretch
 from dualform.recording.probe import Evidence, Fit, fit_all
-from dualform.recording.targets import Pass, Target, Targets, Use, Vector
+from dualform.recording.targets import Pass, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 CALM = 32  # everyday steps after which the next ones are judged some at a time
@@ -172,7 +172,7 @@ class Stepping:
                 gradient = gradient if unscale == 1.0 else gradient * unscale
                 weight = self._watches[target].predicted if late else partial(_weight, target)
                 evidence[target] = Evidence(target, passes, gradient, self._previous.get(target), half, weight)
-                self._previous[target] = step.gradients[target] = gradient
+                step.gradients[target] = gradient
         with np.errstate(all="ignore"):
             fits = everyday(evidence, self._scales)
             self._calm = 0 if fits is None else self._calm + 1
@@ -183,16 +183,18 @@ class Stepping:
         targets = [reading.target for reading in steps[0].readings] if steps else []
         if len(steps) < 2 or not all(_is_plain(step, targets) for step in steps):
             return
+        if all(target.equations == 1 for target in targets):
+            return  # single numbers accept any scale
         gradients = [np.array([step.readings[at].sketch for step in steps], np.float64) for at in range(len(targets))]
-        raw: dict[Use, np.ndarray] = {}
+        raw: dict[tuple[int, ...], np.ndarray] = {}  # a weight and its bias share the rows that reached them
         sketches: list[np.ndarray] = []
         for at, target in enumerate(targets):
             rows = [step.readings[at].passes[0].rows[0] for step in steps]
-            use = rows[0].use
-            if use not in raw:
-                raw[use] = np.array([row.sketch.cpu().numpy() for row in rows], np.float64)
-            of_weight = raw[use][:, :-1].transpose(0, 2, 1).reshape(len(steps), -1)
-            sketches.append(of_weight if target.projection is not None else raw[use][:, -1])
+            key = tuple(map(id, rows))
+            if key not in raw:
+                raw[key] = np.array([row.sketch.cpu().numpy() for row in rows], np.float64)
+            of_weight = raw[key][:, :-1].transpose(0, 2, 1).reshape(len(steps), -1)
+            sketches.append(of_weight if target.projection is not None else raw[key][:, -1])
         with np.errstate(all="ignore"):
             found = everyday_stretch(gradients, sketches)
         if found is None:
@@ -205,7 +207,6 @@ class Stepping:
             self._scales.setdefault(step.readings[0].passes[0].backward, scales[number])
             for reading in step.readings:
                 reading.passes[0].rows[0].finite = True
-        self._previous.update(steps[-1].gradients)
 
     def finish(self, index: int, others: Mapping[str, Tensor]) -> None:
         """The step was made."""
@@ -290,6 +291,7 @@ class Stepping:
         if not fit.explained:
             self._find(target, *_what_was_found(reading, fit, step.number, step.number < self.steps))
         # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.
+        self._previous[target] = step.gradients[target]
         self._watches[target].follow(reading.settings, step.gradients[target])
 
     def check_all(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
