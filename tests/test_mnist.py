@@ -32,6 +32,7 @@ def test_the_papers_network_is_exact_after_3000_steps(benchmark: ModuleType, tmp
     assert figures.folded <= 1e-4
     assert figures.attending <= 1e-4
     assert figures.accuracy >= 0.955
+    assert figures.segments <= 5.1e9
 
 
 def test_the_papers_network_is_exact_after_100_steps(benchmark: ModuleType, tmp_path: Path) -> None:
