@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from torch import Tensor, nn
 
 import dualform
-from dualform.errors import BadMemory, MemoryInUse
+from dualform.errors import BadMemory, DamagedMemory, MemoryInUse
 from dualform.memory import repair, verify, writer
 from dualform.memory.derived import derived_files
 from dualform.memory.manifest import MANIFEST, read_manifest
@@ -223,11 +223,14 @@ class Life(RuleBasedStateMachine):
         (self.path / name).write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
         if name != MANIFEST:
             assert verify(self.path).damaged == (name,)
-        if self.recorder is not None:
+        if name == MANIFEST:
+            with pytest.raises(BadMemory):
+                repair(self.path)
+        elif self.recorder is not None:
             with pytest.raises(MemoryInUse):
                 repair(self.path)
-        elif name in (MANIFEST, "initial.safetensors"):
-            with pytest.raises(BadMemory):
+        elif name == "initial.safetensors":
+            with pytest.raises(DamagedMemory):
                 repair(self.path)
         elif repaired:
             self.repair(name)
