@@ -6,6 +6,8 @@ from pathlib import Path
 
 KEYFRAMES = "derived/keyframes"
 KEYFRAME = KEYFRAMES + "/{:08d}.safetensors"
+SUMS = "derived/sums"
+SHADOWS = "derived/shadow"
 
 
 def derived_files(root: Path) -> list[Path]:

@@ -142,5 +142,9 @@ def seal(text: bytes) -> bytes:
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Commit a safetensors file that carries its own checksum."""
     sealed = {**metadata, "checksum": ZEROS}
-    whole = b"".join(_encode({name: [tensor] for name, tensor in tensors.items()}, sealed, False))
-    disk.commit(path, [memoryview(seal(whole))])
+    header, *pieces = _encode({name: [tensor] for name, tensor in tensors.items()}, sealed, False)
+    digest = xxhash.xxh3_64(header)
+    for piece in pieces:
+        digest.update(piece)
+    filled = bytes(header).replace(f'"checksum":"{ZEROS}"'.encode(), f'"checksum":"{digest.hexdigest()}"'.encode(), 1)
+    disk.commit(path, [memoryview(filled), *pieces])

@@ -86,6 +86,27 @@ def read_calls(file: TensorFile, weight: int, since: int, until: int) -> tuple[I
     return calls[(calls[:, 0] > since) & (calls[:, 0] <= until)], before
 
 
+def read_numbers(file: TensorFile, record: SegmentRecord, weight: int) -> tuple[Block, Int64[Tensor, " events"]]:
+    """The events of one weight in one segment without keys and gradients, and the numbers of their keys."""
+    prefix, events = f"w{weight}", record.events[weight]
+    calls, _ = read_calls(file, weight, 0, record.last_step)
+    steps, backwards, uses = torch.repeat_interleave(calls[:, :3], calls[:, 3], dim=0).unbind(1)
+    positions, numbers = f"{prefix}/positions", f"{prefix}/numbers"
+    block = Block(
+        keys=torch.empty(events, 0),
+        gradients=None,
+        events=torch.arange(events) + record.first_events[weight],
+        steps=steps,
+        backwards=backwards,
+        examples=file.read(f"{prefix}/examples", 0, events).clone(),
+        positions=file.read(positions, 0, events).clone() if positions in file else torch.zeros_like(steps),
+        uses=uses,
+    )
+    if numbers in file:
+        return block, file.read(numbers, 0, events).clone()
+    return block, torch.arange(events) + record.first_keys[weight]
+
+
 def read_blocks(
     file: TensorFile, record: SegmentRecord, weight: int, since: int, until: int, rows: int, gather: Gather
 ) -> Iterator[Block]:

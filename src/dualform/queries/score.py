@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
+from dualform.queries.pairs import pair_products
+
 _UNIT = 2.0**-53
 _TINY = 2.0**-1000
 
@@ -48,6 +50,26 @@ def scores(
     if bool(unsure.any()):
         at_query, at_key = unsure.nonzero(as_tuple=True)
         result[at_query, at_key] = _exact(keys, queries, at_key, at_query)
+    return result
+
+
+def pair_scores(
+    keys: Float[Tensor, "events dim_in"],
+    queries: Float[Tensor, "queries dim_in"],
+    at_key: Int64[Tensor, " pairs"],
+    at_query: Int64[Tensor, " pairs"],
+    key_norms: Float64[Tensor, " events"] | None = None,
+) -> Float32[Tensor, " pairs"]:
+    """The same scores, of some pairs only; keys and queries are finite."""
+    near = pair_products(keys, queries, at_key, at_query) + 0.0
+    if key_norms is None:
+        key_norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+    query_norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    error = (keys.shape[1] + 4) * _UNIT * query_norms[at_query] * key_norms[at_key] + _TINY
+    unsure = ((near - error).float() != (near + error).float()) | ~near.isfinite()
+    result = near.float()
+    if bool(unsure.any()):
+        result[unsure] = _exact(keys, queries, at_key[unsure], at_query[unsure])
     return result
 
 

@@ -57,7 +57,7 @@ class DirectionScorer:
 
     def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
         # Rounding α and g·v first makes every step elementwise, hence independent of how the rows were split.
-        along = scores(_gradients(block), self.directions).double()
+        along = self.of_gradients(block)
         return self._combine(scores(block.keys, self.queries).double(), along, block).float()
 
     def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
@@ -65,10 +65,18 @@ class DirectionScorer:
         return self._combine(products(block.keys, self.queries), along, block)
 
     def _combine(self, alphas: Tensor, along: Tensor, block: Block) -> Tensor:
-        weight, bias = self.coefficients.of_events(block)
+        return self.combined(alphas, along, *self.coefficients.of_events(block))
+
+    @staticmethod
+    def combined(alphas: Tensor, along: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """α (c (g·v)) + c^b (g·v), elementwise."""
         added = alphas * (weight * along) + bias * along
         # A dropped pass (coefficient 0) may hold infinities; it adds nothing.
         return torch.where((weight == 0) & (bias == 0), 0.0, added)
+
+    def of_gradients(self, block: Block) -> Float64[Tensor, "one_or_queries events"]:
+        """g·v of every event, rounded as its ranks are."""
+        return scores(_gradients(block), self.directions).double()
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,28 @@ class NormScorer:
     coefficients: Coefficients
 
     def ranks(self, block: Block) -> Float32[Tensor, "queries events"]:
+        norms = self.of_gradients(block)[0]
+        return self._weighted(scores(block.keys, self.queries).double(), norms, block).float()
+
+    def of_gradients(self, block: Block) -> Float64[Tensor, "one events"]:
+        """‖g‖ of every event, rounded as its ranks are."""
         # Brought near 1 by a power of two first: squares of small or large gradients would leave the range of fp32.
         gradients = _gradients(block).double()
         exponents = gradients.abs().amax(dim=1, keepdim=True).frexp().exponent
-        norms = square_norms(gradients.ldexp(-exponents)).double().sqrt().ldexp(exponents[:, 0])
-        return self._weighted(scores(block.keys, self.queries).double(), norms, block).float()
+        return square_norms(gradients.ldexp(-exponents)).double().sqrt().ldexp(exponents[:, 0])[None]
 
     def terms(self, block: Block) -> Float64[Tensor, "queries events"]:
         norms = torch.linalg.vector_norm(_gradients(block), dim=1, dtype=torch.float64)
         return self._weighted(products(block.keys, self.queries), norms, block)
 
     def _weighted(self, alphas: Tensor, norms: Tensor, block: Block) -> Tensor:
-        coefficients = self.coefficients.of_events(block)[0].abs()
+        return self.weighted(alphas, norms, self.coefficients.of_events(block)[0])
+
+    @staticmethod
+    def weighted(alphas: Tensor, norms: Tensor, coefficients: Tensor) -> Tensor:
+        """|α| ‖g‖ |c|, elementwise."""
         # A dropped pass (coefficient 0) may hold infinities; it adds nothing.
-        return torch.where(coefficients == 0, 0.0, alphas.abs() * norms * coefficients)
+        return torch.where(coefficients == 0, 0.0, alphas.abs() * norms * coefficients.abs())
 
     def alphas(self, block: Block) -> Float64[Tensor, "queries events"]:
         """α_t in fp64, for sums of whole contributions."""

@@ -1,0 +1,233 @@
+"""The k best events by the index: the certified search over what a question is about, and the events it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int64
+from torch import Tensor
+
+from dualform.memory import StoredMemory
+from dualform.queries.index import Index
+from dualform.queries.reducers import NOTHING, Top, rank_keys
+from dualform.queries.results import Explanation
+from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
+from dualform.queries.search import Found, Search
+from dualform.queries.selection import Grouping, Selection
+from dualform.queries.table import BYTES, Table
+from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
+
+FEW = 4096  # keys below which a plain scan is as good
+ODD = 1024  # ids with NaN or infinity that are scored for every query
+AT_ONCE = 1024  # queries
+DIRECTIONS = 16  # different ones, above which a scan answers
+
+
+@dataclass(frozen=True)
+class Best:
+    """The k best events of every query (of every group): scores, numbers as in Top.FIELDS, and how they were found."""
+
+    scores: Float32[Tensor, "queries *groups k"]
+    numbers: Int64[Tensor, "queries *groups k fields"]
+    scored: int
+    bounded: int
+    nan: int
+
+    @property
+    def explanation(self) -> Explanation:
+        """Which way this was found."""
+        each = max(len(self.scores), 1)
+        way = f"certified shadow, {self.bounded / each:,.0f} rows bounded and {self.scored / each:,.0f} scored a query"
+        return Explanation(way, self.scored, self.nan)
+
+
+def best_events(
+    memory: StoredMemory,
+    index: Index,
+    weight: int,
+    until: int,
+    selection: Selection,
+    scorer: Scorer,
+    k: int,
+    order: str,
+    grouping: Grouping | None = None,
+) -> Best | None:
+    """The k best events, of every group where there is a grouping; None where a scan has to answer."""
+    if not _suits(memory, index, weight, scorer.queries, k):
+        return None
+    table = index.table(weight)
+    chosen = _chosen(memory, table, until, selection)
+    parts: list[Events] = [chosen]
+    if grouping is not None:
+        codes = grouping.codes(table.block)
+        codes = codes if chosen is None else torch.where(chosen, codes, -1)
+        parts = [codes == group for group in range(len(grouping.groups))]
+    if isinstance(scorer, DirectionScorer) and len(scorer.directions) > 1:
+        return _each_direction(memory, index, weight, until, scorer, parts, k, order, grouping is not None)
+    weighing = _weighing(memory, index, weight, until, scorer, order)
+    return (
+        None if weighing is None else _all_parts(weighing, table, parts, scorer.queries, k, order, grouping is not None)
+    )
+
+
+def _suits(memory: StoredMemory, index: Index, weight: int, queries: Tensor, k: int) -> bool:
+    keys = index.keys(weight)
+    norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    # Zero queries tie everywhere; those out of range are for the scan.
+    tame = bool(((norms > 1e-100) & (norms < 1e100)).all())
+    fits = memory.manifest.events(weight) * BYTES <= memory.resident // 4
+    return tame and fits and len(queries) > 0 and keys >= FEW and 16 * k <= keys
+
+
+def _chosen(memory: StoredMemory, table: Table, until: int, selection: Selection) -> Events:
+    """The events that a question is about; None for all."""
+    chosen: Bool[Tensor, " events"] | None = table.block.steps <= until if until < memory.steps else None
+    for condition in selection.conditions:
+        holds = condition.holds(table.block)
+        chosen = holds if chosen is None else chosen & holds
+    return chosen
+
+
+def _weighing(
+    memory: StoredMemory, index: Index, weight: int, until: int, scorer: Scorer, order: str
+) -> Weighing | None:
+    if isinstance(scorer, AttentionScorer):
+        return ByScore(memory, index, weight, scorer.queries)
+    if isinstance(scorer, DirectionScorer):
+        return by_direction(memory, index, weight, until, scorer)
+    if isinstance(scorer, NormScorer) and order != "smallest":
+        return by_norm(memory, index, weight, until, scorer)
+    return None
+
+
+def _each_direction(
+    memory: StoredMemory,
+    index: Index,
+    weight: int,
+    until: int,
+    scorer: DirectionScorer,
+    parts: list[Events],
+    k: int,
+    order: str,
+    grouped: bool,
+) -> Best | None:
+    """Queries with the same direction together."""
+    directions, which = scorer.directions.unique(dim=0, return_inverse=True)
+    if len(directions) > DIRECTIONS:
+        return None
+    table = index.table(weight)
+    found: list[Best] = []
+    for at, direction in enumerate(directions):
+        queries = scorer.queries[which == at]
+        one = DirectionScorer(queries, scorer.coefficients, direction[None])
+        weighing = by_direction(memory, index, weight, until, one)
+        best = _all_parts(weighing, table, parts, queries, k, order, grouped)
+        if best is None:
+            return None
+        found.append(best)
+    back = torch.cat([(which == at).nonzero()[:, 0] for at in range(len(directions))]).argsort()
+    return _joined(found, back)
+
+
+def _joined(found: list[Best], order: Int64[Tensor, " queries"] | None = None) -> Best:
+    """The answers of some queries after those of others."""
+    scores, numbers = torch.cat([one.scores for one in found]), torch.cat([one.numbers for one in found])
+    if order is not None:
+        scores, numbers = scores[order], numbers[order]
+    counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan"))
+    return Best(scores, numbers, *counts)
+
+
+def _all_parts(
+    weighing: Weighing,
+    table: Table,
+    parts: list[Events],
+    queries: Float[Tensor, "queries dim_in"],
+    k: int,
+    order: str,
+    grouped: bool,
+) -> Best | None:
+    """The best of every part, as a dimension of its own where they are groups."""
+    found: list[Best] = []
+    for events in parts:
+        best = _best_of(weighing, table, events, queries, k, order)
+        if best is None:
+            return None
+        found.append(best)
+    if not grouped:
+        return found[0]
+    if not found:
+        empty = torch.full((len(queries), 0, k), torch.nan)
+        return Best(empty, torch.full((*empty.shape, len(Top.FIELDS)), NOTHING), 0, 0, 0)
+    scores = torch.stack([one.scores for one in found], dim=1)
+    numbers = torch.stack([one.numbers for one in found], dim=1)
+    counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan"))
+    return Best(scores, numbers, *counts)
+
+
+def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, k: int, order: str) -> Best | None:
+    """The best of some events; None where bounds do not pay."""
+    views, odd = weighing.views(events), weighing.odd(events)
+    if views is None or len(odd) > ODD:
+        return None
+    answers: list[Best] = []
+    for at in range(0, len(queries), AT_ONCE):
+        which = torch.arange(at, min(at + AT_ONCE, len(queries)))
+        found = Found(k, len(which))
+        for sign in _signs(order, weighing.magnitude):
+            search = Search(queries[which], found, sign, weighing.extended)
+
+            def exact(ids: Tensor, at_query: Tensor, which: Tensor = which, sign: float = sign) -> Tensor:
+                scores = weighing.scores(ids, which[at_query])
+                return scores.abs() if order == "absolute" or weighing.magnitude else scores * sign
+
+            if not all(search.run(view, exact) for view in views):
+                return None
+        answers.append(_picked(weighing, table, events, found, odd, which, order))
+    return _joined(answers)
+
+
+def _signs(order: str, magnitude: bool) -> tuple[float, ...]:
+    return (1.0, -1.0) if order == "absolute" or magnitude else (1.0,) if order == "largest" else (-1.0,)
+
+
+def _picked(
+    weighing: Weighing,
+    table: Table,
+    chosen: Events,
+    found: Found,
+    odd: Int64[Tensor, " odd"],
+    which: Int64[Tensor, " queries"],
+    order: str,
+) -> Best:
+    """The events behind what was found, in order: score, then event."""
+    ids, at_query = found.ids, found.at_query
+    scores = weighing.scores(ids, which[at_query]) if order == "absolute" else found.scores
+    scores = -scores if order == "smallest" else scores
+    if len(odd):
+        ids = torch.cat([ids, odd.repeat(len(which))])
+        at_query = torch.cat([at_query, torch.arange(len(which)).repeat_interleave(len(odd))])
+        scores = torch.cat([scores, weighing.odd_scores(odd, which).reshape(-1)])
+    events, of = weighing.events_of(ids)
+    at_query, scores = at_query[of], scores[of]
+    if chosen is not None:
+        kept = chosen[events]
+        events, at_query, scores = events[kept], at_query[kept], scores[kept]
+    nan = int(scores.isnan().sum())
+    by = events.argsort()
+    by = by[rank_keys(scores[by], order).argsort(descending=True, stable=True)]
+    by = by[at_query[by].argsort(stable=True)]
+    by = by[~scores[by].isnan()]
+    events, at_query, scores = events[by], at_query[by], scores[by]
+    counts = torch.bincount(at_query, minlength=len(which))
+    rank = torch.arange(len(events)) - (counts.cumsum(0) - counts)[at_query]
+    best = rank < found.k
+    events, at_query, rank = events[best], at_query[best], rank[best]
+    result = torch.full((len(which), found.k), torch.nan)
+    result[at_query, rank] = scores[best]
+    numbers = torch.full((len(which), found.k, len(Top.FIELDS)), NOTHING)
+    block = table.block
+    for at, column in enumerate((block.events, block.examples, block.steps, block.positions, block.uses)):
+        numbers[at_query, rank, at] = column[events]
+    return Best(result, numbers, found.scored, found.bounded, nan)

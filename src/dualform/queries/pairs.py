@@ -1,0 +1,65 @@
+"""Pairs of a row and a query: which of them lie above a threshold, and their products.
+
+With numba (the extra `fast`) each is one pass over the data; without it, torch does the same in several.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Float64, Int64
+from torch import Tensor
+
+MANY = 4096  # pairs, or bounds over 64, for which the compiled loop pays
+CHUNK = 1 << 22  # numbers that the uncompiled way holds at a time
+
+
+@functools.cache
+def _compiled() -> ModuleType | None:
+    """The compiled loops; None without numba."""
+    try:
+        from dualform.queries import compiled
+    except ImportError:
+        return None
+    return compiled
+
+
+def above(
+    bounds: Float32[Tensor, "rows queries"], thresholds: Float32[Tensor, " queries"]
+) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
+    """The rows and queries whose bound is not below the query's threshold."""
+    fast = _compiled() if bounds.shape[1] > 1 and bounds.numel() >= 64 * MANY else None
+    if fast is None:
+        rows, queries = (bounds >= thresholds).nonzero(as_tuple=True)
+        return rows, queries
+    found = fast.above(bounds.numpy(), thresholds.numpy())
+    return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+
+
+def pair_products(
+    rows: Float[Tensor, "rows width"],
+    queries: Float[Tensor, "queries width"],
+    at_row: Int64[Tensor, " pairs"],
+    at_query: Int64[Tensor, " pairs"],
+) -> Float64[Tensor, " pairs"]:
+    """The product of some rows with some queries, in fp64."""
+    fast = _compiled() if len(at_row) >= MANY else None
+    if fast is not None and _plain(rows) and _plain(queries):
+        result: np.ndarray[Any, Any] = fast.products(rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy())
+        return torch.from_numpy(result)
+    if len(queries) == 1:
+        return rows[at_row].double() @ queries[0].double()
+    step = max(CHUNK // max(rows.shape[1], 1), 1)
+    parts = [
+        torch.linalg.vecdot(rows[at_row[at : at + step]].double(), queries[at_query[at : at + step]].double())
+        for at in range(0, len(at_row), step)
+    ]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous()

@@ -1,0 +1,158 @@
+"""What a search ranks: keys by their scores, or events by what they contribute to the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+from torch import Tensor
+
+from dualform.memory import StoredMemory
+from dualform.queries.index import Index
+from dualform.queries.score import pair_scores, scores
+from dualform.queries.scorers import DirectionScorer, NormScorer
+from dualform.queries.search import View
+
+Ids = Int64[Tensor, " pairs"]
+Events = Bool[Tensor, " events"] | None
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """Rows to search, called by ids (of keys or of events), and their exact scores."""
+
+    extended: bool  # whether the rows are [w x, b] and the queries [q, 1]
+    magnitude: bool  # whether scores are magnitudes
+
+    def views(self, events: Events) -> list[View] | None:
+        """The rows of the chosen events, all by default; None where no bound can be trusted."""
+
+    def odd(self, events: Events) -> Int64[Tensor, " odd"]:
+        """The ids that are in no view: something about them is not finite."""
+
+    def scores(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
+        """The exact scores of some pairs."""
+
+    def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
+        """The exact scores of odd ids with some queries."""
+
+    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
+        """The events that ids stand for, and which of the ids each belongs to."""
+
+
+class ByScore:
+    """Keys by x · q: events with the same key have the same score."""
+
+    extended = magnitude = False
+
+    def __init__(
+        self, memory: StoredMemory, index: Index, weight: int, queries: Float[Tensor, "queries dim_in"]
+    ) -> None:
+        self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
+        self._shadows, self._table = index.shadows(weight), index.table(weight)
+
+    def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
+        return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
+
+    def views(self, events: Events) -> list[View]:
+        chosen = self._keys(events)
+        if chosen is None:
+            return self._index.views(self._weight)
+        return [View.of(shadow, chosen[shadow.numbers]) for shadow in self._shadows]
+
+    def odd(self, events: Events) -> Int64[Tensor, " odd"]:
+        odd, chosen = torch.cat([shadow.odd for shadow in self._shadows]), self._keys(events)
+        return odd if chosen is None else odd[chosen[odd]]
+
+    def scores(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
+        keys, place, norms = self._index.hot(self._weight).get(ids)
+        return pair_scores(keys, self._queries, place, at_query, norms)
+
+    def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
+        return scores(self._memory.keys(self._weight, ids), self._queries[queries])
+
+    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
+        return self._table.events_of(ids)
+
+
+class ByContribution:
+    """Events by w (x · q) + b: what they add to the output along one direction, or |x · q| ‖e‖."""
+
+    def __init__(
+        self,
+        index: Index,
+        by_score: ByScore,
+        weight: int,
+        weights: Float64[Tensor, " events"],
+        offsets: Float64[Tensor, " events"],
+        combine: Callable[[Float64[Tensor, "..."], Ids], Float64[Tensor, "..."]],
+        magnitude: bool,
+    ) -> None:
+        self.extended, self.magnitude = not magnitude, magnitude
+        self._by_score, self._combine = by_score, combine
+        self._shadows, table = index.shadows(weight), index.table(weight)
+        self._weights, self._offsets = weights, offsets
+        self._keys = table.block.events if table.keys is None else table.keys
+        self._sound = weights.isfinite() & offsets.isfinite()
+        for shadow in self._shadows:
+            if len(shadow.odd):
+                self._sound &= ~torch.isin(self._keys, shadow.odd)
+        self._places = torch.full((index.keys(weight),), -1)
+
+    def views(self, events: Events) -> list[View] | None:
+        chosen = self._sound if events is None else self._sound & events
+        views: list[View] = []
+        for shadow in self._shadows:
+            self._places.fill_(-1)
+            self._places[shadow.numbers] = torch.arange(len(shadow))
+            rows = self._places[self._keys]
+            ids = (chosen & (rows >= 0)).nonzero()[:, 0]
+            offsets = self._offsets[ids] if self.extended else None
+            view = View.weighted(shadow, rows[ids], ids, self._weights[ids], offsets)
+            if view is None:
+                return None
+            views.append(view)
+        return views
+
+    def odd(self, events: Events) -> Int64[Tensor, " odd"]:
+        return (~self._sound if events is None else ~self._sound & events).nonzero()[:, 0]
+
+    def scores(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
+        alphas = self._by_score.scores(self._keys[ids], at_query)
+        return self._combine(alphas.double(), ids).float()
+
+    def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
+        alphas = self._by_score.odd_scores(self._keys[ids], queries)
+        return self._combine(alphas.double(), ids).float()
+
+    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
+        return ids, torch.arange(len(ids))
+
+
+def by_direction(
+    memory: StoredMemory, index: Index, weight: int, until: int, scorer: DirectionScorer
+) -> ByContribution:
+    """Events by what they add along one direction, the same for all queries."""
+    (along,), weight_of, bias_of = index.values(weight, until, scorer)
+    unused = (weight_of == 0) & (bias_of == 0)
+
+    def combine(alphas: Tensor, ids: Ids) -> Tensor:
+        return scorer.combined(alphas, along[ids], weight_of[ids], bias_of[ids])
+
+    weights, offsets = (torch.where(unused, 0.0, part * along) for part in (weight_of, bias_of))
+    keys = ByScore(memory, index, weight, scorer.queries)
+    return ByContribution(index, keys, weight, weights, offsets, combine, magnitude=False)
+
+
+def by_norm(memory: StoredMemory, index: Index, weight: int, until: int, scorer: NormScorer) -> ByContribution:
+    """Events by |x · q| ‖e‖."""
+    (norms,), weight_of, _ = index.values(weight, until, scorer)
+
+    def combine(alphas: Tensor, ids: Ids) -> Tensor:
+        return scorer.weighted(alphas, norms[ids], weight_of[ids])
+
+    weights = torch.where(weight_of == 0, 0.0, norms * weight_of.abs())
+    keys = ByScore(memory, index, weight, scorer.queries)
+    return ByContribution(index, keys, weight, weights, torch.zeros_like(weights), combine, magnitude=True)

@@ -1,0 +1,249 @@
+"""The certified shadow: its bounds hold, and what it finds is what a scan of every event finds."""
+
+from pathlib import Path
+from unittest import mock
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dualform
+from dualform.queries import best, search
+from dualform.queries.best import best_events
+from dualform.queries.index import Index
+from dualform.queries.reducers import Top, TopWithin
+from dualform.queries.search import Search
+from dualform.queries.selection import Grouping
+from dualform.queries.shadow import build, query_rows
+from dualform.queries.spotlight import Attention
+
+KINDS = [
+    "relu", "gaussian", "normalised", "constant", "equal norms", "one huge", "zeros", "denormal", "wide range",
+    "low rank", "repeated", "huge", "fp64 tiny",
+]  # fmt: skip
+
+
+def rows_of(kind: str, count: int, width: int, seed: int) -> Tensor:
+    """Keys, some of them made to break a bound."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, width, generator=generator)
+    if kind == "relu":
+        x = (x + torch.randn(width, generator=generator)).relu()
+    elif kind == "normalised":
+        x = torch.nn.functional.normalize(x)
+    elif kind == "constant":
+        x = x[:1].expand(count, -1).clone()
+    elif kind == "equal norms":
+        x = x.sign()
+    elif kind == "one huge":
+        x[count // 2, width // 2] = 1e20
+    elif kind == "zeros":
+        x[::2] = 0.0
+    elif kind == "denormal":
+        x = x * 1e-41
+    elif kind == "wide range":
+        x = x * 10.0 ** torch.linspace(-30, 10, count)[:, None]
+    elif kind == "low rank":
+        x = x[:, :2] @ torch.randn(2, width, generator=generator)
+    elif kind == "repeated":
+        x = x[torch.randint(max(count // 4, 1), (count,), generator=generator)]
+    elif kind == "huge":
+        x = x * 1e30
+    elif kind == "fp64 tiny":
+        x = x.double() * 1e-200
+    return x
+
+
+def shadow_of(rows: Tensor):
+    return build(lambda: iter([(torch.arange(len(rows)), rows)]), len(rows), rows.shape[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 3, 40, 200])
+def test_no_score_is_above_its_bound(kind: str, width: int) -> None:
+    rows = rows_of(kind, 700, width, 1)
+    near = rows_of(kind, 20, width, 1) + 0.01 * rows_of(kind, 20, width, 2)  # nearly parallel to some rows
+    queries = torch.cat([rows_of("gaussian", 40, width, 3).to(rows.dtype), near]).double()
+    norms = torch.linalg.vector_norm(queries, dim=1, keepdim=True)
+    units = (queries / norms)[norms[:, 0] > 0]
+    shadow = shadow_of(rows)
+    order = shadow.numbers
+    exact = (rows[order].double() / shadow.scale) @ units.T
+    assert (shadow.norms[:-1] >= shadow.norms[1:]).all()
+    assert (exact.abs() <= shadow.norms[:, None].double()).all()
+    for level in (0, 1):
+        bounds = shadow.heads[level] @ query_rows(shadow, level, units, None).T
+        assert (exact <= bounds.double()).all()
+
+
+def test_a_bound_is_tight_where_the_keys_have_few_dimensions() -> None:
+    rows = rows_of("low rank", 500, 60, 0)
+    shadow = shadow_of(rows)
+    units = torch.nn.functional.normalize(rows_of("gaussian", 10, 60, 1).double())
+    bounds = shadow.heads[0] @ query_rows(shadow, 0, units, None).T
+    exact = (rows[shadow.numbers].double() / shadow.scale) @ units.T
+    assert (bounds - exact).max() < 3e-4
+
+
+def record(path: Path, keys: Tensor, out: int = 2, batches: int = 5, commits: int = 3, examples: int = 9) -> None:
+    """A memory whose one layer saw these keys, with several segments."""
+    torch.manual_seed(0)
+    model = nn.Linear(keys.shape[1], out).to(keys.dtype)
+    # Keys may be of any size: gradients that are independent of them, and steps too small to matter.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.5)
+    labels = [i % 3 for i in range(examples)]
+    recorder = dualform.record(model, optimizer, path, examples={"label": labels}, on_error="raise").start()
+    parts = torch.arange(len(keys)).tensor_split(batches)
+    for number, part in enumerate(parts):
+        optimizer.zero_grad()
+        with recorder.batch(part % examples):
+            output = model(keys[part])
+            output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(number)).to(output.dtype))
+        optimizer.step()
+        if number % max(batches // commits, 1) == 0:
+            recorder.commit()
+    recorder.close()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds also for memories so small that a scan would do."""
+    monkeypatch.setattr(best, "FEW", 1)
+    monkeypatch.setattr(search, "SEED", 16)
+
+
+def always():
+    """Bounds are used also where they do not pay."""
+    return mock.patch.object(Search, "_pays", return_value=True)
+
+
+def same(attention, k: int, order: str, grouping: Grouping | None = None) -> bool:
+    """The index and the scan say the same, bit for bit; whether the index answered."""
+    focus, scorer = attention._focus, attention._scorer
+    index = Index(focus.memory)
+    found = best_events(focus.memory, index, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
+    if found is None:
+        return False
+    reducer = Top(scorer, k, order) if grouping is None else TopWithin(scorer, k, order, grouping)
+    focus.reduce(reducer)
+    scores, numbers = reducer.result()
+    assert found.scores.equal(scores) or (found.scores.nan_to_num(7.0).equal(scores.nan_to_num(7.0)))
+    assert found.numbers.equal(numbers)
+    assert found.nan == int(reducer.nan.sum())
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+def test_the_index_finds_what_a_scan_finds(kind: str, order: str, tmp_path: Path) -> None:
+    keys = rows_of(kind, 900, 24, 5)
+    record(tmp_path / "run", keys)
+    memory = dualform.open(tmp_path / "run")
+    queries = torch.cat([rows_of("gaussian", 5, 24, 6).to(keys.dtype), keys[:4] * (1e30 if kind == "denormal" else 1)])
+    queries = queries[queries.norm(dim=1) > 0]
+    attention = memory.attend(None, {"": queries})[""]
+    with always():
+        answered = same(attention, 7, order)
+        same(attention.where(label=[0, 2]), 3, order)
+        same(attention.where(step=slice(2, 4)), 5, order)
+        same(memory.attend(None, {"": queries}, until=3)[""], 5, order)
+        same(attention, 4, order, Grouping.by(memory, "label"))
+    assert answered or kind in ("denormal", "fp64 tiny", "constant")
+
+
+@pytest.mark.parametrize("kind", ["relu", "gaussian", "equal norms", "zeros", "repeated", "wide range"])
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+def test_contributions_too(kind: str, order: str, tmp_path: Path) -> None:
+    keys = rows_of(kind, 900, 24, 5)
+    record(tmp_path / "run", keys)
+    memory = dualform.open(tmp_path / "run")
+    attention = memory.attend(None, {"": rows_of("gaussian", 6, 24, 6)})[""]
+    with always():
+        assert same(attention.contributions(unit=1), 7, order)
+        assert same(attention.contributions(direction=[1.0, -0.3]), 4, order)
+        assert same(attention.contributions(unit=torch.tensor([0, 1, 0, 1, 1, 0])), 4, order)
+        assert same(attention.where(label=1).contributions(unit=0), 4, order)
+        assert same(attention.contributions(unit=1), 3, order, Grouping.by(memory, "label"))
+        assert same(attention.contributions(), 5, order) or order == "smallest"
+
+
+def test_keys_that_are_not_finite_are_set_apart(tmp_path: Path) -> None:
+    keys = rows_of("relu", 900, 24, 5)
+    keys[3, 2], keys[100, 1], keys[200] = torch.nan, torch.inf, -torch.inf
+    record(tmp_path / "run", keys)
+    memory = dualform.open(tmp_path / "run")
+    attention = memory.attend(None, {"": rows_of("gaussian", 6, 24, 6)})[""]
+    with always():
+        for order in ("largest", "smallest", "absolute"):
+            assert same(attention, 7, order)
+            assert same(attention, 3, order, Grouping.by(memory, "label"))
+
+
+@hypothesis.given(
+    kind=st.sampled_from(KINDS),
+    count=st.integers(1, 600),
+    width=st.integers(1, 40),
+    k=st.integers(1, 30),
+    queries=st.integers(1, 20),
+    order=st.sampled_from(["largest", "smallest", "absolute"]),
+    seed=st.integers(0, 1000),
+    pays=st.booleans(),
+    contributed=st.booleans(),
+)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], max_examples=60)
+def test_whatever_the_keys(
+    kind: str, count: int, width: int, k: int, queries: int, order: str, seed: int, pays: bool, contributed: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    keys = rows_of(kind, count, width, seed)
+    path = tmp_path_factory.mktemp("run")
+    record(path, keys, batches=min(4, count))
+    memory = dualform.open(path)
+    asked = rows_of("gaussian", queries, width, seed + 1).to(keys.dtype)
+    attention: Attention = memory.attend(None, {"": asked})[""]
+    with always() if pays else mock.patch.object(search, "TILE", 512):
+        same(attention.contributions(unit=0) if contributed else attention, k, order)
+
+
+def test_a_growing_memory_extends_its_shadow(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    torch.manual_seed(0)
+    model = nn.Linear(12, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, path) as recorder:
+        names: list[set[str]] = []
+        for _ in range(6):
+            for _ in range(3):
+                with recorder.batch(torch.arange(50)):
+                    model(torch.randn(50, 12)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            recorder.commit()
+            memory = dualform.open(path)
+            with always():
+                assert same(memory.attend(None, {"": torch.randn(3, 12)})[""], 5, "largest")
+            names.append({file.name for file in (path / "derived/shadow").iterdir()})
+    assert names[0] == {"w0-000000-000001.safetensors"}
+    assert names[1] == {"w0-000000-000002.safetensors"}  # as large as the first: taken in
+    assert names[2] == {"w0-000000-000002.safetensors", "w0-000002-000003.safetensors"}
+    assert names[5] == {"w0-000000-000004.safetensors", "w0-000004-000006.safetensors"}
+
+
+def test_a_damaged_or_stale_shadow_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    record(path, rows_of("relu", 400, 8, 0))
+    memory = dualform.open(path)
+    with always():
+        assert same(memory.attend(None, {"": torch.ones(1, 8)})[""], 5, "largest")
+        (file,) = (path / "derived/shadow").iterdir()
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        assert same(memory.attend(None, {"": torch.ones(1, 8)})[""], 5, "largest")
+        assert file.read_bytes() == whole
+        record(tmp_path / "other", rows_of("relu", 400, 8, 1))
+        other = dualform.open(tmp_path / "other")
+        (tmp_path / "other/derived/shadow").mkdir(parents=True)
+        (tmp_path / "other/derived/shadow" / file.name).write_bytes(whole)
+        assert same(other.attend(None, {"": torch.ones(1, 8)})[""], 5, "largest")
