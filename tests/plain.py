@@ -139,6 +139,11 @@ def _response(options: tuple[tuple[str, Any], ...], until: int, at: int, initial
     return parameter.item()
 
 
+def twins_optimizer(model: Twins) -> torch.optim.SGD:
+    biases = [model.fc.bias, model.twin.bias]
+    return torch.optim.SGD([{"params": [model.fc.weight], **OF_WEIGHTS}, {"params": biases, **OF_BIASES}])
+
+
 @cache
 def history(kind: str) -> History:
     """A run with keys of some kind: several segments, two backward passes a step, two uses, missing ids."""
@@ -147,9 +152,7 @@ def history(kind: str) -> History:
     torch.manual_seed(3)
     model = Twins(dtype)
     initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters(remove_duplicate=False)}
-    biases = [model.fc.bias, model.twin.bias]
-    groups = [{"params": [model.fc.weight], **OF_WEIGHTS}, {"params": biases, **OF_BIASES}]
-    optimizer = torch.optim.SGD(groups)
+    optimizer = twins_optimizer(model)
     path = Path(_directory().name) / kind
     events: list[Event] = []
 
@@ -207,6 +210,63 @@ def blocks_of(rows: int) -> Iterator[None]:
 
     with mock.patch.object(StoredMemory, "blocks", small):
         yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward and backward pass through `fc`: its rows, and the example of every id's rows; None for no ids."""
+
+    keys: Tensor
+    gradients: Tensor
+    ids: list[int] | None
+
+
+def recorded(path: Path, steps: Sequence[Sequence[Call]], commits: Sequence[int] = (), **options: Any) -> History:
+    """A run of exactly these calls, some of them before each step; `commits` are the steps after which it commits."""
+    torch.manual_seed(3)
+    model = Twins(torch.float32)
+    initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters(remove_duplicate=False)}
+    optimizer = twins_optimizer(model)
+    with dualform.record(model, optimizer, path, examples={"label": LABELS, "name": NAMES}, **options) as recorder:
+        for step, calls in enumerate(steps, start=1):
+            for call in calls:
+                x, g = call.keys, call.gradients
+                if call.ids is None:
+                    (model.fc(x) * g).sum().backward()
+                    continue
+                x, g = (rows.reshape(len(call.ids), -1, rows.shape[1]) for rows in (x, g))
+                with recorder.batch(torch.tensor(call.ids)):
+                    (model.fc(x) * g).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in commits:
+                recorder.commit()
+    return History(dualform.open(path), model, events_of(steps), initial)
+
+
+def events_of(steps: Sequence[Sequence[Call]]) -> list[Event]:
+    """The events of some calls, in order."""
+    events = []
+    for step, calls in enumerate(steps, start=1):
+        for call in calls:
+            per_id = len(call.keys) // len(call.ids) if call.ids is not None else 1
+            for at, (key, gradient) in enumerate(zip(call.keys.tolist(), call.gradients.tolist(), strict=True)):
+                example, position = (call.ids[at // per_id], at % per_id) if call.ids is not None else (-1, 0)
+                events.append(Event(key, gradient, step, example, position, 0))
+    return events
+
+
+def group_of(event: Event, columns: str | tuple[str, ...]) -> Any:
+    """The group an event is in; None for none."""
+    if isinstance(columns, str):
+        value = event.value(columns)
+        return None if value == -1 else value
+    values = tuple(group_of(event, column) for column in columns)
+    return None if None in values else values
+
+
+def in_group(events: Sequence[Event], columns: str | tuple[str, ...], group: Any) -> list[int]:
+    return [at for at, event in enumerate(events) if group_of(event, columns) == group]
 
 
 def nearest_fp32(value: Fraction) -> float:

@@ -11,19 +11,24 @@ from torch import Tensor, nn
 from dualform.dual import Certificate, Compact, certify, compact, dual_model, rebuilt_weights
 from dualform.errors import BadCall
 from dualform.memory import StoredMemory
+from dualform.memory.stored import RESIDENT
 from dualform.queries import Spotlight, attend, check_model, given_queries
 from dualform.queries.attend import is_memorys
 from dualform.queries.folds import Folds
 from dualform.queries.kernels import Kernel
+from dualform.queries.together import Together
 
 Where = Mapping[str, Any] | None
 
 
 class Memory(StoredMemory):
-    """An opened memory: all events of a training run, and the questions to ask it."""
+    """An opened memory: all events of a training run, and the questions to ask it.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(os.path.abspath(path))
+    `resident` is how many bytes of the machine's memory its questions may take.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resident: int = RESIDENT) -> None:
+        super().__init__(os.path.abspath(path), resident)
         self._folds = Folds(self)
         self._certificate: Certificate | None = None
 
@@ -82,6 +87,14 @@ class Memory(StoredMemory):
             check_model(self, model)
         return attend(self, model, inputs, end, batch_size)
 
+    def together(self) -> Together:
+        """Ask several questions at once: each is answered when the block is left, all of a weight in one pass.
+
+        with memory.together():
+            best, totals = attention.top(10), attention.totals(by="label")
+        """
+        return Together(self)
+
     def compact(self, layer: str, rank: int | None = None) -> Compact:
         """A smaller equivalent attention system for a layer, with its error (Remark 3.4)."""
         self.require_events()
@@ -117,9 +130,11 @@ class Memory(StoredMemory):
         return "every step's probe passed; memory.certificate() measures the residual"
 
 
-def open_memory(path: str | os.PathLike[str]) -> Memory:
+def open_memory(path: str | os.PathLike[str], *, resident: int = RESIDENT) -> Memory:
     """Open a memory for questions; it sees the last commit, also while recording goes on.
 
     memory = dualform.open("runs/mnist")
+
+    However large the memory is, its questions take about `resident` bytes of the machine's memory, 1 GB by default.
     """
-    return Memory(path)
+    return Memory(path, resident)

@@ -83,7 +83,102 @@ def verify(
     return 0
 
 
-VERBS = (demo, info, verify)
+def query(
+    run: Run,
+    model: Annotated[
+        str | None, unset("PACKAGE.MODULE:FACTORY", "your own function that returns the model", "the recipe's model")
+    ] = None,
+    test: Annotated[int | None, unset("N", "a test example of the recipe's data set", "the recipe's showcase")] = None,
+    image: Annotated[Path | None, unset("FILE", "an image file to ask about instead", "a test example")] = None,
+    invert: Annotated[bool, arg(help="with --image: dark ink on light paper")] = False,
+    inputs: Annotated[
+        Path | None, unset("FILE.safetensors", "the model's inputs: one tensor, or one an argument", "a test example")
+    ] = None,
+    layer: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, unset("NAME", "a layer to ask; may be given again", "all layers")
+    ] = (),
+    top: Annotated[int, arg(metavar="K", help="how many events, or groups with --by")] = 10,
+    by: Annotated[str | None, unset("COLUMN", "sum over the events of each group first", "single events")] = None,
+    within: Annotated[str | None, unset("COLUMN", "the top K of every group", "the top K of all")] = None,
+    order: Annotated[Literal["largest", "smallest", "absolute"], arg(help="what comes first")] = "largest",
+    where: Annotated[
+        tuple[str, ...],
+        tyro.conf.UseAppendAction,
+        unset("COLUMN=VALUE", "only these events: a value, A,B,C or START:STOP; may be given again", "all events"),
+    ] = (),
+    contributions: Annotated[
+        int | None, unset("UNIT", "rank by what events add to this output of the layer", "rank by scores")
+    ] = None,
+    until: Annotated[int | None, unset("STEP", "ask the model as it was after this step", "the last step")] = None,
+    totals: Annotated[str | None, unset("COLUMN", "also the sum over all events of each group", "no sums")] = None,
+    json: Annotated[bool, arg(help="print one JSON object instead of tables")] = False,
+    save: Annotated[Path | None, unset("FILE", "also a figure: .png, .svg or .pdf", "no figure")] = None,
+) -> None:
+    """Say which training examples a prediction draws on, layer by layer."""
+    from dualform.experiments.asking import Source, ask
+    from dualform.view.pictures import terminal
+    from dualform.view.replies import Question, to_json
+    from dualform.view.tables import show_reply
+
+    question = Question(layer, top, by, within, order, where, contributions, until, totals)
+    reply, images = ask(dualform.open(run), question, Source(model, test, image, invert, inputs), save)
+    if json:
+        print(to_json(reply))
+    else:
+        show_reply(reply, terminal(), images)
+
+
+def export(
+    run: Run,
+    out: Annotated[Path, arg(metavar="DIR", help="a new or empty directory for the files")],
+    layer: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, unset("NAME", "a layer to export; may be given again", "all layers")
+    ] = (),
+    gradients: Annotated[bool, arg(help="the gradients too, an array a weight")] = False,
+    overwrite: Annotated[bool, arg(help="replace an earlier export in DIR")] = False,
+) -> None:
+    """Write events and examples as Parquet and keys as .npy, for pandas, DuckDB and faiss."""
+    from dualform.view.export import export
+
+    done = export(dualform.open(run), out, layers=layer, gradients=gradients, overwrite=overwrite)
+    print(f"{len(done.files)} files, {done.bytes / 1e6:,.1f} MB, are in {out}; its README.txt says how to read them.")
+
+
+def index(
+    run: Run,
+    layer: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, unset("NAME", "a layer to index; may be given again", "all layers")
+    ] = (),
+) -> None:
+    """Build what makes questions fast, now instead of at the first question."""
+    from dualform.queries.indexing import build_index
+
+    made = build_index(dualform.open(run), layer, progress=sys.stderr.isatty())
+    for row in made:
+        print(row)
+
+
+def bench(
+    run: Run,
+    layer: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, unset("NAME", "a layer to ask; may be given again", "all layers")
+    ] = (),
+    queries: Annotated[tuple[int, ...], arg(metavar="N", help="how many queries at a time")] = (1, 16, 100),
+    top: Annotated[int, arg(metavar="K", help="how many events")] = 10,
+    rounds: Annotated[int, arg(metavar="N", help="turns of each way; medians are printed")] = 7,
+) -> None:
+    """Measure how fast this machine answers from a memory, against a scan of all its keys in RAM."""
+    from dualform.experiments.bench import bench
+
+    print(f"{'layer':12} {'queries':>8} {'ours, ms':>10} {'scan, ms':>10} {'ratio':>7} {'same':>7}")
+    rows = bench(dualform.open(run), layer, queries, top, rounds)
+    for row in rows:
+        numbers = f"{row.queries:8,} {row.ours:10.2f} {row.scan:10.2f} {row.ratio:7.1f} {row.same:7.1%}"
+        print(f"{row.layer:12} {numbers}  {row.way}")
+    print("The scan is in fp32: where it says otherwise, it is its rounding.")
+
+
+VERBS = (demo, info, verify, query, index, bench, export)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,6 +13,7 @@ DualformError
 ├── ModelMismatch                    the model is not the one the memory was recorded from
 ├── NotKept                          the keep level does not hold what the question needs
 ├── NotExact                         the optimiser has no exact values per event
+├── NotAnsweredYet                   an answer was read inside the together() block that asks for it
 ├── RecordingFailed                  the recorder stopped (raised only with on_error="raise")
 ├── DataMissing                      a data set was found nowhere, or not as published
 └── MissingExtra (also an ImportError)   an optional dependency is not installed
@@ -69,6 +70,10 @@ class NotKept(DualformError):
 
 class NotExact(DualformError):
     """The optimiser has no exact value per event, so the question has no exact answer."""
+
+
+class NotAnsweredYet(DualformError):
+    """An answer was read before the together() block that asks for it was left."""
 
 
 class RecordingFailed(DualformError):

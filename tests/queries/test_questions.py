@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import dualform
 import plain
+import scripts
 from dualform.queries import Attention
-from plain import DIM_IN, DIM_OUT, FINITE, KINDS, Event, History
+from plain import DIM_IN, DIM_OUT, FINITE, KINDS, Event, History, group_of, in_group
 
 ORDERS = ["largest", "smallest", "absolute"]
 COLUMNS = ["label", "name", "step", "example", "position", ("label",), ("name", "label"), ("step", "position")]
@@ -61,19 +62,6 @@ def questions(kinds: Sequence[str] = KINDS) -> st.SearchStrategy[Question]:
         st.none() | st.integers(0, 6),
         st.sampled_from([3, 7, 1000]),
     )
-
-
-def group_of(event: Event, columns: str | tuple[str, ...]) -> Any:
-    """The group an event is in; None for none."""
-    if isinstance(columns, str):
-        value = event.value(columns)
-        return None if value == -1 else value
-    values = tuple(group_of(event, column) for column in columns)
-    return None if None in values else values
-
-
-def in_group(events: Sequence[Event], columns: str | tuple[str, ...], group: Any) -> list[int]:
-    return [at for at, event in enumerate(events) if group_of(event, columns) == group]
 
 
 def assert_best(
@@ -358,6 +346,10 @@ def test_a_backward_pass_that_was_dropped_contributes_nothing(tmp_path: Any) -> 
         assert (told.get(2), told.get(3)) == (0.0, 0.0)
         assert asked.top(2, by="label").scores.isfinite().all()
         assert asked.totals(by="label").values.isfinite().all()
+    many = memory.attend(model, x.repeat(20, 1))["0"]
+    assert many.output().isfinite().all()
+    for asked in (many.contributions(unit=0), many.contributions()):
+        assert asked.totals(by="label").values.isfinite().all()
 
 
 @hypothesis.given(questions(FINITE), st.sampled_from(["fc", "twin"]))
@@ -380,6 +372,94 @@ def test_initial_plus_all_contributions_is_the_output(asked: Question, layer: st
             assert abs(float(initial[at, unit]) - start) <= 1e-12 * scale
             assert abs(float(output[at, unit]) - math.fsum([start, *terms])) <= 1e-12 * scale
             assert abs(float(output[at, unit] - summed[at, unit])) <= 1e-12 * scale
+
+
+FOLDED = ["gauss", "ties", "zero", "relu", "fixed"]
+
+
+@hypothesis.given(
+    scripts.scripts(FOLDED),
+    st.sampled_from(scripts.COLUMNS),
+    scripts.narrowings(),
+    st.none() | st.integers(0, 6),
+    st.integers(0, 2**32),
+    st.sampled_from(["unit", "units", "direction"]),
+)
+@hypothesis.settings(max_examples=40)
+def test_contributions_of_many_queries_are_summed_before_they_are_multiplied(
+    script: scripts.Script, columns: Any, narrowing: list[scripts.Narrow], until: int | None, seed: int, along: str
+) -> None:
+    history = script.record()
+    until = None if until is None else min(until, history.steps)
+    end = history.steps if until is None else until
+    queries = plain.rows("gauss", np.random.default_rng(seed), 50)
+    vectors = {"unit": torch.eye(3)[[1] * 50], "units": torch.eye(3)[torch.arange(50) % 3]}
+    vectors["direction"] = torch.tensor([[0.5, -2.0, 1.0]]).expand(50, -1)
+    v = vectors[along].tolist()
+    attention = scripts.attention_of(history, queries, until)
+    contributions = {
+        "unit": lambda: attention.contributions(unit=1),
+        "units": lambda: attention.contributions(unit=torch.arange(50) % 3),
+        "direction": lambda: attention.contributions(direction=v[0]),
+    }[along]()
+    found = scripts.narrowed(contributions, narrowing).totals(by=columns)
+    assert found.explanation.way == "sums of weighted keys"
+    best = scripts.narrowed(contributions, narrowing).top(1, by=columns)
+    events = scripts.kept(history.until(end), narrowing)
+    for at in range(0, 50, 7):
+        query = queries[at].tolist()
+        for number, group in enumerate(found.groups):
+            inside = [events[i] for i in in_group(events, columns, group)]
+            parts = [_parts(history, event, query, v[at], end) for event in inside]
+            scale = sum((1 + sum(map(abs, event.key))) * sum(map(abs, event.gradient)) for event in inside) * 10
+            assert plain.close(float(found.values[at, number]), [t for pair in parts for t in pair], slack=scale)
+        there = {group_of(event, columns) for event in events} - {None}
+        assert (best.groups[at][0] in there) if there else best.groups[at] == [None]
+        if there:
+            assert float(best.scores[at, 0]) == pytest.approx(
+                max(float(found.values[at, list(found.groups).index(g)]) for g in there), abs=1e-9
+            )
+    scripts.forget(history)
+
+
+def _parts(history: History, event: Event, query: list[float], v: list[float], end: int) -> list[float]:
+    along = math.fsum(map(float.__mul__, event.gradient, v))
+    weight, bias = history.coefficient(event, end), history.bias_coefficient(event, end)
+    return [plain.dot(event.key, query) * weight * along, bias * along]
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Near each other where both are finite, and the same infinities and NaN."""
+    whole = one.isfinite()
+    same = torch.equal(one.nan_to_num(0.5, 1e300, -1e300)[~whole], other.nan_to_num(0.5, 1e300, -1e300)[~whole])
+    size = float(one[whole].abs().max()) if bool(whole.any()) else 0.0
+    return (
+        same
+        and torch.equal(whole, other.isfinite())
+        and torch.allclose(one[whole], other[whole], rtol=1e-9, atol=1e-11 * size)
+    )
+
+
+@hypothesis.given(scripts.scripts(), scripts.queries(), st.sampled_from(scripts.COLUMNS), scripts.narrowings())
+@hypothesis.settings(max_examples=60)
+def test_every_way_spoils_the_same_sums(
+    script: scripts.Script, queries: Tensor, columns: Any, narrowing: list[scripts.Narrow]
+) -> None:
+    """NaN and infinities in keys, gradients and queries are in the answers that a scan has them in."""
+    history = script.record()
+    many = queries.repeat(20, 1)
+    attention = scripts.narrowed(scripts.attention_of(history, many, None), narrowing)
+    output = attention.output()
+    totals = [attention.contributions(unit=1).totals(by=columns), attention.contributions().totals(by=columns)]
+    one_by_one = [attention[at].output() for at in range(len(queries))]
+    history.memory.resident = 0
+    scanned = [attention.contributions(unit=1).totals(by=columns), attention.contributions().totals(by=columns)]
+    for found, plainly in zip(totals, scanned, strict=True):
+        assert plainly.explanation.way == "sums over a full scan"
+        assert alike(found.values, plainly.values), found.explanation.way
+    for at, alone in enumerate(one_by_one):
+        assert alike(output[at], alone)
+    scripts.forget(history)
 
 
 @pytest.mark.parametrize("kind", ["gauss", "ties", "repeated", "zero"])

@@ -101,6 +101,38 @@ def test_where_keeps_the_events_for_which_all_conditions_hold(
         assert torch.allclose(rebuilt, expected, rtol=1e-6, atol=1e-6)
 
 
+@hypothesis.given(st.lists(conditions, min_size=1, max_size=3), st.sampled_from(plain.FINITE), st.booleans())
+@hypothesis.settings(max_examples=60)
+def test_exclude_leaves_out_what_where_would_keep(chosen: list[Condition], kind: str, of_contributions: bool) -> None:
+    history = plain.history(kind)
+    attention = attention_of(history)
+    asked = attention.contributions(unit=1) if of_contributions else attention
+    whole = asked.scores()
+    columns = {column: (value, holds) for column, value, holds in chosen}
+    narrowed = asked.exclude(**{column: value for column, (value, _) in columns.items()})
+    inside = [all(holds(event) for _, holds in columns.values()) for event in history.events]
+    assert narrowed.scores().equal(whole[:, [at for at, left_out in enumerate(inside) if not left_out]])
+    both = asked.where(**{column: value for column, (value, _) in columns.items()})
+    summed = both.totals(by="step").values + narrowed.totals(by="step").values
+    assert torch.allclose(summed, asked.totals(by="step").values, rtol=0, atol=1e-9)
+
+
+def test_exclude_and_where_can_be_chained() -> None:
+    history = plain.history("gauss")
+    attention = attention_of(history)
+    found = attention.where(label=[0, 7]).exclude(step=1).exclude(name="a", label=7).top(81)
+    left = [
+        at
+        for at, event in enumerate(history.events)
+        if event.label in (0, 7) and event.step != 1 and not (event.name == "a" and event.label == 7)
+    ]
+    assert sorted(event for event in found.events[0].tolist() if event >= 0) == left
+    assert attention.exclude().scores().equal(attention.scores()), "no condition leaves out nothing"
+    assert attention.exclude(example=[-1]).scores().shape == (2, 79)
+    assert attention.exclude(label=99).scores().shape == (2, 81)
+    assert "of fc.weight" in repr(attention.exclude(label=7))
+
+
 def test_a_masked_output_leaves_out_exactly_the_masked_contributions() -> None:
     attention = attention_of(plain.history("float64"))
     kept = attention.where(label=[0, 7])
@@ -202,8 +234,9 @@ REFUSED = [
 @pytest.mark.parametrize(("where", "says"), REFUSED, ids=str)
 def test_a_condition_that_makes_no_sense_is_refused(where: dict[str, Any], says: str) -> None:
     history = plain.history("gauss")
-    with pytest.raises(BadQuery, match=says):
-        attention_of(history).where(**where).top(1)
+    for narrow in (attention_of(history).where, attention_of(history).exclude):
+        with pytest.raises(BadQuery, match=says):
+            narrow(**where)
     with pytest.raises(BadQuery, match=says):
         history.memory.weights(where=where)
     with pytest.raises(BadQuery, match=says):

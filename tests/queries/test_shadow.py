@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.queries import best, search
-from dualform.queries.best import best_events
-from dualform.queries.index import Index
+from dualform.queries.best import best_events, suits
 from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search
 from dualform.queries.selection import Grouping
@@ -46,7 +45,7 @@ def rows_of(kind: str, count: int, width: int, seed: int) -> Tensor:
     elif kind == "wide range":
         x = x * 10.0 ** torch.linspace(-30, 10, count)[:, None]
     elif kind == "low rank":
-        x = x[:, :2] @ torch.randn(2, width, generator=generator)
+        x = x[:, :2] @ torch.randn(min(2, width), width, generator=generator)
     elif kind == "repeated":
         x = x[torch.randint(max(count // 4, 1), (count,), generator=generator)]
     elif kind == "huge":
@@ -73,16 +72,15 @@ def test_no_score_is_above_its_bound(kind: str, width: int) -> None:
     exact = (rows[order].double() / shadow.scale) @ units.T
     assert (shadow.norms[:-1] >= shadow.norms[1:]).all()
     assert (exact.abs() <= shadow.norms[:, None].double()).all()
-    for level in (0, 1):
-        bounds = shadow.heads[level] @ query_rows(shadow, level, units, None).T
-        assert (exact <= bounds.double()).all()
+    for heads, queries in zip(shadow.heads, query_rows(shadow, units, None), strict=True):
+        assert (exact <= (heads @ queries.T).double()).all()
 
 
 def test_a_bound_is_tight_where_the_keys_have_few_dimensions() -> None:
     rows = rows_of("low rank", 500, 60, 0)
     shadow = shadow_of(rows)
     units = torch.nn.functional.normalize(rows_of("gaussian", 10, 60, 1).double())
-    bounds = shadow.heads[0] @ query_rows(shadow, 0, units, None).T
+    bounds = shadow.heads[0] @ query_rows(shadow, units, None)[0].T
     exact = (rows[shadow.numbers].double() / shadow.scale) @ units.T
     assert (bounds - exact).max() < 3e-4
 
@@ -122,8 +120,9 @@ def always():
 def same(attention, k: int, order: str, grouping: Grouping | None = None) -> bool:
     """The index and the scan say the same, bit for bit; whether the index answered."""
     focus, scorer = attention._focus, attention._scorer
-    index = Index(focus.memory)
-    found = best_events(focus.memory, index, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
+    if not suits(focus.memory, focus.weight, focus.queries, k):
+        return False
+    found = best_events(focus.memory, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
     if found is None:
         return False
     reducer = Top(scorer, k, order) if grouping is None else TopWithin(scorer, k, order, grouping)
@@ -150,6 +149,9 @@ def test_the_index_finds_what_a_scan_finds(kind: str, order: str, tmp_path: Path
         same(attention.where(step=slice(2, 4)), 5, order)
         same(memory.attend(None, {"": queries}, until=3)[""], 5, order)
         same(attention, 4, order, Grouping.by(memory, "label"))
+    with mock.patch.object(Search, "_pays", return_value=False):
+        same(attention, 7, order)
+        same(attention.where(label=[0, 2]), 3, order)
     assert answered or kind in ("denormal", "fp64 tiny", "constant")
 
 
@@ -205,6 +207,8 @@ def test_whatever_the_keys(
     attention: Attention = memory.attend(None, {"": asked})[""]
     with always() if pays else mock.patch.object(search, "TILE", 512):
         same(attention.contributions(unit=0) if contributed else attention, k, order)
+    with mock.patch.object(Search, "_pays", return_value=False):
+        same(attention, k, order)
 
 
 def test_a_growing_memory_extends_its_shadow(tmp_path: Path) -> None:
@@ -240,6 +244,7 @@ def test_a_damaged_or_stale_shadow_is_made_anew(tmp_path: Path) -> None:
         (file,) = (path / "derived/shadow").iterdir()
         whole = file.read_bytes()
         file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        memory = dualform.open(path)
         assert same(memory.attend(None, {"": torch.ones(1, 8)})[""], 5, "largest")
         assert file.read_bytes() == whole
         record(tmp_path / "other", rows_of("relu", 400, 8, 1))
@@ -247,3 +252,24 @@ def test_a_damaged_or_stale_shadow_is_made_anew(tmp_path: Path) -> None:
         (tmp_path / "other/derived/shadow").mkdir(parents=True)
         (tmp_path / "other/derived/shadow" / file.name).write_bytes(whole)
         assert same(other.attend(None, {"": torch.ones(1, 8)})[""], 5, "largest")
+
+
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+def test_the_best_examples_are_those_of_the_sums(order: str, tmp_path: Path) -> None:
+    keys = rows_of("relu", 900, 24, 5)
+    record(tmp_path / "run", keys, examples=150)
+    memory = dualform.open(tmp_path / "run")
+    queries = rows_of("gaussian", 6, 24, 6)
+    attention = memory.attend(None, {"": queries})[""]
+    chosen = attention.where(label=[0, 2])
+    sums = torch.zeros(150, 24, dtype=torch.float64).index_add_(0, torch.arange(900) % 150, keys.double())
+    scores = queries.double() @ sums.T
+    with always():
+        for asked, of in ((attention, torch.ones(150, dtype=torch.bool)), (chosen, torch.arange(150) % 3 != 1)):
+            answer = asked.top(5, by="example", order=order)
+            assert "shadow" in answer.explain()
+            rank = {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order]
+            expected = rank.where(of, -torch.inf).topk(5, dim=1).indices
+            assert torch.tensor(answer.groups).equal(expected)
+            assert (answer.scores - scores.gather(1, expected)).abs().max() <= 1e-12 * scores.abs().max()
+            assert (answer.counts == 6).all()

@@ -15,10 +15,12 @@ from dualform.errors import BadCall, ModelMismatch
 from dualform.layers import LayerType, layer_type
 from dualform.memory import StoredMemory
 from dualform.queries.attend import DUAL, is_memorys, uses_of
+from dualform.queries.focus import Focus
 from dualform.queries.folds import Folds
 from dualform.queries.kernels import Kernel, check_kernel
+from dualform.queries.outputs import output_plan
+from dualform.queries.plan import answer
 from dualform.queries.selection import Selection
-from dualform.queries.spotlight import Attention, Focus
 from dualform.queries.values import parameters_of, require_values
 
 logger = logging.getLogger("dualform")
@@ -167,7 +169,7 @@ class AttendingForward:
     def __call__(self, input: Tensor) -> Tensor:
         rows = self.kind.keys(input.detach())
         focus = Focus(self.memory, self.weight, self.use, rows, (len(rows),), self.until, self.selection)
-        output = Attention(focus).output(self.kernel)
+        output = answer(output_plan(focus, self.kernel, attend=True))
         return self.kind.outputs(output, self.kind.leading(input)).to(input.dtype)
 
     def __deepcopy__(self, memo: Any) -> AttendingForward:

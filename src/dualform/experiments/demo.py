@@ -71,7 +71,7 @@ def demo(
     figure = save(spotlight_figure(exhibit), path.with_name(path.name + ".png"))
 
     console.print(f"The memory is in {path} ({memory.bytes / 1e9:.1f} GB), the figure in {figure}.", soft_wrap=True)
-    console.print(f"Next:  {command()} info {path}\n       {command()} verify {path}", soft_wrap=True)
+    console.print(f"Next:  {command()} query {path} --test 7\n       {command()} info {path}", soft_wrap=True)
     return path
 
 

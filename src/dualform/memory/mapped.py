@@ -1,121 +1,182 @@
-"""Safetensors files as dualform reads them: mapped, and every 1 MB checked at its first touch.
+"""Safetensors files as dualform reads them: mapped where they are looked at, and every 1 MB checked at its first touch.
 
-A damaged byte is told before it can become a wrong answer.
+A damaged byte is told before it can become a wrong answer. Few files stay open and little stays mapped between two
+calls: a memory may have thousands of files and be larger than the machine's own memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dualform.errors import DamagedMemory
 from dualform.memory.files import CHUNK, DTYPES, ZEROS, FileRecord
+from dualform.memory.windows import Bytes, Descriptor, Windows, copied, descriptors, fill, window
+
+SMALL = 256 << 10  # up to here a copy is faster than a mapping and its page faults
+FEW = 256  # rows up to which reading one by one is faster than mapping all between the first and the last
+WINDOW = 32 << 20  # bytes that `gather` maps at a time
+_MARK = b'"checksum":"'
+
+Rows = UInt8[np.ndarray, "rows bytes"]
+Read = Callable[[int, int], bytes | memoryview]
+Entry = tuple[torch.dtype, list[int], int]
 
 
 def unseal(text: bytes, where: Path) -> None:
     """Check a sealed text; DamagedMemory where a bit of it differs from what was written."""
-    at = text.find(b'"checksum":"')
-    start = at + len(b'"checksum":"')
-    found = text[start : start + 16]
-    blank = text[:start] + ZEROS.encode() + text[start + 16 :]
-    if at < 0 or xxhash.xxh3_64_hexdigest(blank).encode() != found:
-        raise DamagedMemory(
-            f"{where} is damaged: its checksum does not match its content. Restore the file from a copy."
-        )
+    _unseal(lambda begin, end: text[begin:end], len(text), where)
+
+
+def _unseal(read: Read, size: int, where: Path) -> None:
+    """Check a sealed text that is read in pieces."""
+    start = _after_mark(read, size)
+    if start >= 0:
+        digest = xxhash.xxh3_64()
+        for piece in chain(_pieces(read, 0, start), [ZEROS.encode()], _pieces(read, start + 16, size)):
+            digest.update(piece)
+        if digest.hexdigest().encode() == bytes(read(start, min(start + 16, size))):
+            return
+    raise DamagedMemory(f"{where} is damaged: its checksum does not match its content. Restore the file from a copy.")
+
+
+def _pieces(read: Read, begin: int, end: int) -> Iterator[bytes | memoryview]:
+    return (read(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
+
+
+def _after_mark(read: Read, size: int) -> int:
+    for at in range(0, size, CHUNK):
+        place = bytes(read(at, min(at + CHUNK + len(_MARK) - 1, size))).find(_MARK)
+        if place >= 0:
+            return at + place + len(_MARK)
+    return -1
 
 
 class TensorFile:
-    """A mapped safetensors file: `read` gives rows of a tensor without a copy, after checking their chunks."""
+    """A safetensors file: `read` gives rows of a tensor, mapped as long as that tensor lives, their chunks checked."""
 
-    def __init__(self, root: Path, record: FileRecord | None = None, file: str = "", check: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        record: FileRecord | None = None,
+        file: str = "",
+        check: bool = True,
+        windows: Windows | None = None,
+    ) -> None:
         self.path = root / (record.file if record else file)
-        self._record = record
-        self._map = self._open()
-        self._unchecked = set(range(-(-len(self._map) // CHUNK)))
-        if not check:
-            return
-        if record is None:
-            unseal(bytes(self._raw(0, len(self._map))), self.path)
-        else:
-            self._check(0, 8)
-        self.metadata, self._entries, self._start = self._header()
+        self._name, self._record, self._check, self._windows = str(self.path), record, check, windows
+        self._seen: tuple[int, int, int] | None = None
+        self._unchecked: set[int] = set()
+        self.metadata: dict[str, str] = {}
+        self._entries: dict[str, Entry] = {}
+        self._start = 0
+        weakref.finalize(self, descriptors.drop, id(self)).atexit = False
+        self._open()
 
-    def _open(self) -> Tensor:
-        try:
-            size = self.path.stat().st_size
-        except OSError as error:
-            raise DamagedMemory(f"{self.path} is missing: the manifest names it ({error.strerror}).") from None
+    def _open(self) -> Descriptor:
+        """The file's descriptor for one call; a file that was written to since the last one is checked anew."""
+        descriptor = descriptors.get(id(self), self._name)
+        found = os.fstat(descriptor.number)
+        now = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if now != self._seen:
+            self._look(descriptor, found.st_size)
+            self._seen = now
+        return descriptor
+
+    def _look(self, descriptor: Descriptor, size: int) -> None:
         if size < 8 or (self._record is not None and size != self._record.bytes):
             expected = f"{self._record.bytes:,}" if self._record else "at least 8"
             raise DamagedMemory(
                 f"{self.path} is truncated or was edited: it should have {expected} bytes and has {size:,}."
             )
-        # A private mapping that keeps no descriptor open: a long run has thousands of segments.
-        try:
-            storage = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=size)
-        except RuntimeError as error:
-            raise DamagedMemory(f"{self.path} cannot be mapped: {error}.") from None
-        assert isinstance(storage, torch.UntypedStorage)
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        self._size = size
+        self._unchecked = set(range(-(-size // CHUNK))) if self._record else set()
+        if not self._check:
+            return
+        if self._record is None:
+            _unseal(lambda begin, end: copied(descriptor, begin, end).data, size, self.path)
+        self.metadata, self._entries, self._start = self._header(descriptor)
 
-    def _raw(self, begin: int, end: int) -> memoryview:
-        return self._map[begin:end].numpy().data
-
-    def _header(self) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, list[int], int]], int]:
-        length = int.from_bytes(self._raw(0, 8), "little")
-        start = 8 + length
-        if start > len(self._map):
+    def _header(self, descriptor: Descriptor) -> tuple[dict[str, str], dict[str, Entry], int]:
+        start = 8 + int.from_bytes(bytes(self._bytes(descriptor, 0, 8)), "little")
+        if start > self._size:
             raise DamagedMemory(f"{self.path} is damaged: its header is longer than the file.")
-        self._check(0, start)
+        text = bytes(self._bytes(descriptor, 8, start))
         try:
-            header = json.loads(bytes(self._raw(8, start)))
+            header = json.loads(text)
             metadata = header.pop("__metadata__", {})
             entries = {}
             for name, entry in header.items():
                 dtype, shape = DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]
                 begin, end = entry["data_offsets"]
-                count = 1
-                for size in shape:
-                    count *= size
-                if not 0 <= begin <= end <= len(self._map) - start or end - begin != count * dtype.itemsize:
+                length = math.prod(shape) * dtype.itemsize
+                if not 0 <= begin <= end <= self._size - start or end - begin != length:
                     raise ValueError(name)
                 entries[name] = (dtype, shape, begin)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedMemory(f"{self.path} is damaged: its header cannot be read ({error}).") from None
         return metadata, entries, start
 
-    def _check(self, begin: int, end: int) -> None:
-        if self._record is not None and self._unchecked and begin < end:
-            self._check_chunks(range(begin // CHUNK, -(-end // CHUNK)))
+    def _bytes(self, descriptor: Descriptor, begin: int, end: int) -> Bytes:
+        """Some bytes of the file after checking their chunks: copied where they are few, else a window."""
+        chunks = self._untouched(begin, end)
+        if end - begin < SMALL:
+            self._check_chunks(descriptor, chunks)
+            return copied(descriptor, begin, end)
+        data = self._window(descriptor, begin, end)
+        inside = range(-(-begin // CHUNK), end // CHUNK)
+        self._check_chunks(descriptor, (chunk for chunk in chunks if chunk not in inside))
+        for chunk in (chunk for chunk in chunks if chunk in inside):
+            self._check_chunk(chunk, data[chunk * CHUNK - begin : (chunk + 1) * CHUNK - begin])
+        return data
 
-    def _check_chunks(self, chunks: Iterable[int]) -> None:
+    def _window(self, descriptor: Descriptor, begin: int, end: int) -> Bytes:
+        if self._windows is None:
+            return window(descriptor, begin, end)
+        return self._windows.get((self._name, self._seen, begin, end), descriptor, begin, end)
+
+    def _untouched(self, begin: int, end: int) -> list[int]:
+        if not self._unchecked:
+            return []
+        return [chunk for chunk in range(begin // CHUNK, -(-end // CHUNK)) if chunk in self._unchecked]
+
+    def _chunk(self, descriptor: Descriptor, chunk: int) -> Bytes:
+        return copied(descriptor, chunk * CHUNK, min((chunk + 1) * CHUNK, self._size))
+
+    def _check_chunks(self, descriptor: Descriptor, chunks: Iterable[int]) -> None:
         for chunk in chunks:
-            if chunk in self._unchecked:
-                if not self._chunk_is_whole(chunk):
-                    raise DamagedMemory(
-                        f"{self.path} is damaged in its bytes {chunk * CHUNK:,} to {(chunk + 1) * CHUNK:,}: "
-                        "the checksum does not match. `dualform verify` lists all damage."
-                    )
-                self._unchecked.discard(chunk)
+            self._check_chunk(chunk, self._chunk(descriptor, chunk))
 
-    def _chunk_is_whole(self, chunk: int) -> bool:
+    def _check_chunk(self, chunk: int, data: Bytes) -> None:
+        if not self._is_whole(chunk, data):
+            raise DamagedMemory(
+                f"{self.path} is damaged in its bytes {chunk * CHUNK:,} to {(chunk + 1) * CHUNK:,}: "
+                "the checksum does not match. `dualform verify` lists all damage."
+            )
+        self._unchecked.discard(chunk)
+
+    def _is_whole(self, chunk: int, data: Bytes) -> bool:
         assert self._record is not None
-        data = self._raw(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self._map)))
         expected = self._record.checksums[chunk] if chunk < len(self._record.checksums) else ""
-        return xxhash.xxh3_64_hexdigest(data) == expected
+        return xxhash.xxh3_64_hexdigest(data.data) == expected
 
     def damaged_chunks(self) -> list[int]:
         """Every chunk whose checksum does not match, all of them read anew."""
         if self._record is None:
             return []
-        return [chunk for chunk in range(-(-len(self._map) // CHUNK)) if not self._chunk_is_whole(chunk)]
+        descriptor, chunks = self._open(), range(-(-self._size // CHUNK))
+        return [chunk for chunk in chunks if not self._is_whole(chunk, self._chunk(descriptor, chunk))]
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -132,38 +193,75 @@ class TensorFile:
         """The dtype of a tensor."""
         return self._entry(name)[0]
 
-    def _entry(self, name: str) -> tuple[torch.dtype, list[int], int]:
+    def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise DamagedMemory(f"{self.path} has no tensor {name!r}, which its manifest promises.")
         return self._entries[name]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows start…stop of a tensor, mapped; the whole tensor by default."""
+        """Rows start…stop of a tensor; the whole tensor by default. Many bytes are mapped while the result lives."""
+        descriptor = self._open()
         dtype, shape, begin = self._entry(name)
-        if stop is None and start == 0:
-            rows, inner = None, shape
-        else:
+        at, length = self._start + begin, math.prod(shape) * dtype.itemsize
+        if start != 0 or stop is not None:
             stop = shape[0] if stop is None else min(stop, shape[0])
-            rows, inner = max(stop - start, 0), shape[1:]
-        width = dtype.itemsize
-        for size in inner:
-            width *= size
-        at = self._start + begin + (0 if rows is None else start * width)
-        length = width if rows is None else rows * width
-        result_shape = shape if rows is None else [rows, *inner]
+            width = math.prod(shape[1:]) * dtype.itemsize
+            shape = [max(stop - start, 0), *shape[1:]]
+            at, length = at + start * width, shape[0] * width
         if length == 0:
-            return torch.empty(result_shape, dtype=dtype)
-        self._check(at, at + length)
-        return self._map[at : at + length].view(dtype).reshape(result_shape)
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(self._bytes(descriptor, at, at + length)).view(dtype).reshape(shape)
 
     def gather(self, name: str, rows: Int64[Tensor, " rows"]) -> Tensor:
-        """Some rows of a tensor, in any order, copied out."""
+        """Some rows of a tensor, in any order."""
+        dtype, shape, _ = self._entry(name)
+        return torch.from_numpy(self.gather_bytes(name, rows.numpy()).reshape(-1)).view(dtype).reshape(-1, *shape[1:])
+
+    def gather_bytes(self, name: str, rows: Int64[np.ndarray, " rows"]) -> Rows:
+        """The bytes of some rows of a tensor."""
+        descriptor = self._open()
         dtype, shape, begin = self._entry(name)
-        width = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-        if len(rows) and self._unchecked:
-            first = (self._start + begin + rows.numpy() * width) // CHUNK
-            last = (self._start + begin + (rows.numpy() + 1) * width - 1) // CHUNK
-            for low, high in np.unique(np.stack([first, last], axis=1), axis=0).tolist():
-                self._check_chunks(range(low, high + 1))
-        whole = self._map[self._start + begin : self._start + begin + width * shape[0]]
-        return whole.view(dtype).reshape(shape)[rows]
+        width = math.prod(shape[1:]) * dtype.itemsize
+        numbers = rows.tolist()
+        if not numbers or width == 0:
+            return np.empty((len(numbers), width), dtype=np.uint8)
+        if min(numbers) < 0 or max(numbers) >= shape[0]:
+            raise IndexError(f"{name} has the rows 0 to {shape[0] - 1}")
+        if len(numbers) <= FEW:
+            return self._few(descriptor, self._start + begin, width, numbers)
+        return self._many(descriptor, self._start + begin, width, rows, shape[0])
+
+    def _few(self, descriptor: Descriptor, at: int, width: int, rows: list[int]) -> Rows:
+        """Rows read one by one; those that follow each other at once."""
+        data = np.empty(len(rows) * width, dtype=np.uint8)
+        filled = 0
+        first = last = rows[0]
+        for row in (*rows[1:], -1):
+            if row != last + 1:
+                begin, length = at + first * width, (last + 1 - first) * width
+                self._check_chunks(descriptor, self._untouched(begin, begin + length))
+                fill(descriptor, data[filled : filled + length], begin)
+                filled, first = filled + length, row
+            last = row
+        return data.reshape(-1, width)
+
+    def _many(self, descriptor: Descriptor, at: int, width: int, rows: Int64[np.ndarray, " rows"], count: int) -> Rows:
+        """Rows picked out of windows over all that lies between them."""
+        if self._unchecked:
+            chunks = -(-self._size // CHUNK) + 1
+            begun = np.bincount((at + rows * width) // CHUNK, minlength=chunks)
+            ended = np.bincount((at + (rows + 1) * width - 1) // CHUNK + 1, minlength=chunks)
+            touched = np.flatnonzero(np.cumsum(begun - ended) > 0).tolist()
+            self._check_chunks(descriptor, (chunk for chunk in touched if chunk in self._unchecked))
+        most = max(1, WINDOW // width)
+        places = rows // most
+        result: Rows = np.empty((len(rows), width), dtype=np.uint8)
+        for place in np.unique(places).tolist():
+            low, high = place * most, min((place + 1) * most, count)
+            seen = self._window(descriptor, at + low * width, at + high * width).reshape(-1, width)
+            inside = np.flatnonzero(places == place)
+            if len(inside) == len(rows):
+                np.take(seen, rows - low, axis=0, out=result, mode="clip")  # the mode that takes no copy first
+            else:
+                result[inside] = np.take(seen, rows[inside] - low, axis=0)
+        return result

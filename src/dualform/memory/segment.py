@@ -108,29 +108,48 @@ def read_numbers(file: TensorFile, record: SegmentRecord, weight: int) -> tuple[
 
 
 def read_blocks(
-    file: TensorFile, record: SegmentRecord, weight: int, since: int, until: int, rows: int, gather: Gather
+    file: TensorFile,
+    record: SegmentRecord,
+    weight: int,
+    since: int,
+    until: int,
+    rows: int,
+    stretch: int,
+    gather: Gather,
 ) -> Iterator[Block]:
-    """The events of one weight in one segment of steps since+1…until, at most `rows` at a time."""
+    """The events of one weight in one segment of steps since+1…until, at most `rows` at a time.
+
+    The file is read, and mapped, a `stretch` of events at a time, since a few large windows cost less than many.
+    """
     if record.events[weight] == 0:
         return
     prefix = f"w{weight}"
     calls, before = read_calls(file, weight, since, min(until, record.last_step))
-    per_event = torch.repeat_interleave(calls[:, :3], calls[:, 3], dim=0)
-    for at in range(0, len(per_event), rows):
-        steps, backwards, uses = per_event[at : at + rows].unbind(1)
-        start, stop = before + at, before + at + len(steps)
-        gradients, positions, numbers = f"{prefix}/gradients", f"{prefix}/positions", f"{prefix}/numbers"
-        if numbers in file:
-            keys = gather(weight, file.read(numbers, start, stop))
-        else:
-            keys = file.read(f"{prefix}/keys", start, stop)
-        yield Block(
-            keys=keys,
-            gradients=file.read(gradients, start, stop) if gradients in file else None,
-            events=torch.arange(start, stop) + record.first_events[weight],
-            steps=steps,
-            backwards=backwards,
-            examples=file.read(f"{prefix}/examples", start, stop),
-            positions=file.read(positions, start, stop) if positions in file else torch.zeros_like(steps),
-            uses=uses,
+    ends = calls[:, 3].cumsum(0)
+    events = int(ends[-1]) if len(ends) else 0
+    shared = f"{prefix}/numbers" in file
+    for at in range(0, events, stretch):
+        end = min(at + stretch, events)
+        counts = (ends.clamp_max(end) - (ends - calls[:, 3]).clamp_min(at)).clamp_min(0)
+        per_event = torch.repeat_interleave(calls[:, :3], counts, dim=0)
+        begin, stop = before + at, before + end
+        keys = file.read(f"{prefix}/numbers" if shared else f"{prefix}/keys", begin, stop)
+        examples = file.read(f"{prefix}/examples", begin, stop)
+        gradients, positions = (
+            file.read(name, begin, stop) if name in file else None
+            for name in (f"{prefix}/gradients", f"{prefix}/positions")
         )
+        numbers = torch.arange(begin, stop) + record.first_events[weight]
+        for start in range(0, end - at, rows):
+            part = slice(start, start + rows)
+            steps, backwards, uses = per_event[part].unbind(1)
+            yield Block(
+                keys=gather(weight, keys[part]) if shared else keys[part],
+                gradients=None if gradients is None else gradients[part],
+                events=numbers[part],
+                steps=steps,
+                backwards=backwards,
+                examples=examples[part],
+                positions=torch.zeros_like(steps) if positions is None else positions[part],
+                uses=uses,
+            )

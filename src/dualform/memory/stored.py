@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,30 @@ from dualform.memory.manifest import SegmentRecord, read_manifest
 from dualform.memory.mapped import TensorFile
 from dualform.memory.segment import read_blocks, read_calls
 from dualform.memory.verify import Verification, verify
+from dualform.memory.windows import Windows
 
+RESIDENT = 1 << 30
+LEAST = 64 << 20
 # Small enough that the fp64 copies of a block stay in the cache and in memory that is already mapped.
 BLOCK_ROWS = 2048
+STRETCH = 32 << 20  # bytes that are mapped at a time
+COPIES = 6  # what a question may make of a block: fp64 copies, products and scores
 
 
 class StoredMemory:
-    """The files of a memory as of its last commit: what there is to read, checked as it is touched."""
+    """The files of a memory as of its last commit: what there is to read, checked as it is touched.
 
-    def __init__(self, path: str | Path) -> None:
+    `resident` is how many bytes of the machine's memory questions may take.
+    """
+
+    def __init__(self, path: str | Path, resident: int = RESIDENT) -> None:
         self.path = Path(path)
+        if isinstance(resident, bool) or not hasattr(resident, "__index__") or resident < LEAST:
+            raise BadCall(
+                "resident is how many bytes of the machine's memory questions may take: a whole number of at least "
+                f"{LEAST:,} (64 MB), not {resident!r}."
+            )
+        self.resident = int(resident)
         self.manifest = read_manifest(self.path)
         while True:
             try:
@@ -45,7 +59,8 @@ class StoredMemory:
 
     def _open_files(self) -> None:
         self._initial = TensorFile(self.path, self.manifest.initial)
-        self._segments = [TensorFile(self.path, segment.file) for segment in self.manifest.segments]
+        windows = Windows(self.resident // 4)
+        self._segments = [TensorFile(self.path, segment.file, windows=windows) for segment in self.manifest.segments]
         self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
 
     @cached_property
@@ -83,11 +98,14 @@ class StoredMemory:
                 f"{self.path} holds no step yet: recording began there, but nothing was committed after step 0."
             )
 
-    def blocks(self, weight: int, until: int, rows: int = BLOCK_ROWS, since: int = 0) -> Iterator[Block]:
+    def blocks(self, weight: int, until: int, rows: int | None = None, since: int = 0) -> Iterator[Block]:
         """The events of one weight of steps since+1…until, in order, at most `rows` at a time."""
+        width = self._row_bytes(weight)
+        rows = rows or self.block_rows(weight)
+        stretch = max(1, min(STRETCH, self.resident // 8) // (rows * (width + 48))) * rows
         for file, record in self.segments:
             if record.first_step <= until and record.last_step > since:
-                yield from read_blocks(file, record, weight, since, until, rows, self.keys)
+                yield from read_blocks(file, record, weight, since, until, rows, stretch, self.keys)
 
     def stored_keys(self, weight: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]]:
         """Every stored key of a weight once, with the example and position of its first event, and its number."""
@@ -105,30 +123,59 @@ class StoredMemory:
             positions = np.zeros_like(examples)
             if f"{prefix}/positions" in file:
                 positions = file.read(f"{prefix}/positions", 0, events).numpy()[first]
-            for at in range(0, len(first), BLOCK_ROWS):
-                part = slice(at, at + BLOCK_ROWS)
-                keys = file.read(f"{prefix}/keys", at, min(at + BLOCK_ROWS, len(first)))
+            rows = self.block_rows(weight)
+            for at in range(0, len(first), rows):
+                part = slice(at, at + rows)
+                keys = file.read(f"{prefix}/keys", at, min(at + rows, len(first)))
                 yield keys, examples[part], positions[part], numbers[first][part]
 
     def keys(self, weight: int, numbers: Int64[Tensor, " keys"]) -> Float[Tensor, "keys dim_in"]:
         """Stored keys by their numbers: repeated ones may be in any earlier segment."""
-        firsts = [record.first_keys[weight] for record in self.manifest.segments]
-        owners = np.searchsorted(firsts, numbers.numpy(), side="right") - 1
-        parts: list[Tensor] = []
-        places: list[np.ndarray] = []
-        for owner in np.unique(owners).tolist():
-            at = np.flatnonzero(owners == owner)
-            within = numbers[at] - firsts[owner]
-            if owner < 0 or int(within.max()) >= self.manifest.segments[owner].keys[weight]:
-                raise DamagedMemory(f"{self.path}: an event of weight {weight} has a key that is not stored.")
-            parts.append(self._segments[owner].gather(f"w{weight}/keys", within))
-            places.append(at)
-        if len(parts) == 1:
-            return parts[0]
-        keys = torch.cat(parts)
-        order = np.empty(len(keys), dtype=np.int64)
-        order[np.concatenate(places)] = np.arange(len(keys))
-        return keys[order]
+        name, asked, (firsts, counts) = f"w{weight}/keys", numbers.numpy(), self._key_ranges[weight]
+        order = np.argsort(asked)  # in the order of the files, and within each from its beginning to its end
+        asked = asked[order]
+        owners = np.searchsorted(firsts, asked, side="right") - 1
+        within = asked - firsts[owners]
+        if len(asked) and (owners[0] < 0 or (within >= counts[owners]).any()):
+            raise DamagedMemory(f"{self.path}: an event of weight {weight} has a key that is not stored.")
+        starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()] if len(asked) else []
+        files = [self._segments[owner] for owner in owners[starts].tolist()]
+        dtypes = {file.dtype(name) for file in files} or {self._dtype(weight)}
+        dtype = reduce(torch.promote_types, dtypes)
+        # As bytes in an array of numpy's: torch takes several times as long to put rows in their places.
+        keys = np.empty((len(asked), self.manifest.weights[weight].dim_in * dtype.itemsize), dtype=np.uint8)
+        for file, start, stop in zip(files, starts, [*starts[1:], len(asked)], strict=False):
+            rows = file.gather_bytes(name, within[start:stop])
+            if len(dtypes) > 1:
+                rows = torch.from_numpy(rows).view(file.dtype(name)).to(dtype).view(torch.uint8).numpy()
+            keys[order[start:stop]] = rows
+        return torch.from_numpy(keys).view(dtype)
+
+    def block_rows(self, weight: int) -> int:
+        """How many events of a weight a block has: fewer where they are so wide that it would take too much memory."""
+        return max(1, min(BLOCK_ROWS, self.resident // 8 // (COPIES * self._row_bytes(weight))))
+
+    def _row_bytes(self, weight: int) -> int:
+        record = self.manifest.weights[weight]
+        width = record.dim_in + (record.dim_out if self.manifest.keep == "all" else 0)
+        return max(width, 1) * self._dtype(weight).itemsize
+
+    def _dtype(self, weight: int) -> torch.dtype:
+        name = self.manifest.weights[weight].name
+        dtype: torch.dtype = getattr(torch, self.manifest.parameters[self.manifest.parameter(name)].dtype)
+        return dtype
+
+    @cached_property
+    def _key_ranges(self) -> list[tuple[Int64[np.ndarray, " segments"], Int64[np.ndarray, " segments"]]]:
+        """For every weight the number of the first key of each segment, and how many there are."""
+        segments = self.manifest.segments
+        return [
+            (
+                np.array([segment.first_keys[weight] for segment in segments], dtype=np.int64),
+                np.array([segment.keys[weight] for segment in segments], dtype=np.int64),
+            )
+            for weight in range(len(self.manifest.weights))
+        ]
 
     def events(self, weight: int, until: int) -> int:
         """How many events of a weight are in steps 1…until."""

@@ -1,7 +1,7 @@
 """Questions to a memory: scores, reducers, and the spotlight that is read off them."""
 
 from dualform.queries.attend import attend, check_model, given_queries
-from dualform.queries.results import Explanation, TopEvents, TopGroups, Totals
+from dualform.queries.results import Explanation, Timeline, TopEvents, TopGroups, Totals
 from dualform.queries.spotlight import Attention, Contributions, Spotlight
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Contributions",
     "Explanation",
     "Spotlight",
+    "Timeline",
     "TopEvents",
     "TopGroups",
     "Totals",

@@ -13,8 +13,9 @@ from dualform.errors import BadCall, BadQuery, ModelMismatch
 from dualform.layers import layer_type
 from dualform.memory import StoredMemory
 from dualform.memory.manifest import UseRecord
+from dualform.queries.focus import Focus
 from dualform.queries.selection import Selection
-from dualform.queries.spotlight import Attention, Focus, Spotlight
+from dualform.queries.spotlight import Attention, Spotlight
 
 DUAL = "_dualform_memory"
 

@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
-from dualform.queries.index import Index
+from dualform.queries.index import Index, index_of
 from dualform.queries.reducers import NOTHING, Top, rank_keys
 from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
-from dualform.queries.search import Found, Search
+from dualform.queries.search import Found, Search, View
 from dualform.queries.selection import Grouping, Selection
 from dualform.queries.table import BYTES, Table
 from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
@@ -33,18 +33,19 @@ class Best:
     scored: int
     bounded: int
     nan: int
+    flat: int
 
     @property
     def explanation(self) -> Explanation:
         """Which way this was found."""
         each = max(len(self.scores), 1)
-        way = f"certified shadow, {self.bounded / each:,.0f} rows bounded and {self.scored / each:,.0f} scored a query"
+        name = "flat scan" if self.flat else "certified shadow"
+        way = f"{name}, {self.bounded / each:,.0f} rows bounded and {self.scored / each:,.0f} scored for each query"
         return Explanation(way, self.scored, self.nan)
 
 
 def best_events(
     memory: StoredMemory,
-    index: Index,
     weight: int,
     until: int,
     selection: Selection,
@@ -54,8 +55,7 @@ def best_events(
     grouping: Grouping | None = None,
 ) -> Best | None:
     """The k best events, of every group where there is a grouping; None where a scan has to answer."""
-    if not _suits(memory, index, weight, scorer.queries, k):
-        return None
+    index = index_of(memory)
     table = index.table(weight)
     chosen = _chosen(memory, table, until, selection)
     parts: list[Events] = [chosen]
@@ -71,20 +71,24 @@ def best_events(
     )
 
 
-def _suits(memory: StoredMemory, index: Index, weight: int, queries: Tensor, k: int) -> bool:
-    keys = index.keys(weight)
-    norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
-    # Zero queries tie everywhere; those out of range are for the scan.
-    tame = bool(((norms > 1e-100) & (norms < 1e100)).all())
+def suits(memory: StoredMemory, weight: int, queries: Float[Tensor, "queries dim_in"], k: int) -> bool:
+    """Whether a question is one for the index."""
+    keys = index_of(memory).keys(weight)
     fits = memory.manifest.events(weight) * BYTES <= memory.resident // 4
-    return tame and fits and len(queries) > 0 and keys >= FEW and 16 * k <= keys
+    return fits and keys >= FEW and 16 * k <= keys and tame(queries)
+
+
+def tame(queries: Float[Tensor, "queries dim_in"]) -> bool:
+    """Whether there are queries, none of them zero, which ties everywhere, or out of the range of bounds."""
+    norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    return len(queries) > 0 and bool(((norms > 1e-100) & (norms < 1e100)).all())
 
 
 def _chosen(memory: StoredMemory, table: Table, until: int, selection: Selection) -> Events:
     """The events that a question is about; None for all."""
     chosen: Bool[Tensor, " events"] | None = table.block.steps <= until if until < memory.steps else None
-    for condition in selection.conditions:
-        holds = condition.holds(table.block)
+    if selection:
+        holds = selection.holds(table.block)
         chosen = holds if chosen is None else chosen & holds
     return chosen
 
@@ -135,7 +139,7 @@ def _joined(found: list[Best], order: Int64[Tensor, " queries"] | None = None) -
     scores, numbers = torch.cat([one.scores for one in found]), torch.cat([one.numbers for one in found])
     if order is not None:
         scores, numbers = scores[order], numbers[order]
-    counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan"))
+    counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan", "flat"))
     return Best(scores, numbers, *counts)
 
 
@@ -159,10 +163,10 @@ def _all_parts(
         return found[0]
     if not found:
         empty = torch.full((len(queries), 0, k), torch.nan)
-        return Best(empty, torch.full((*empty.shape, len(Top.FIELDS)), NOTHING), 0, 0, 0)
+        return Best(empty, torch.full((*empty.shape, len(Top.FIELDS)), NOTHING), 0, 0, 0, 0)
     scores = torch.stack([one.scores for one in found], dim=1)
     numbers = torch.stack([one.numbers for one in found], dim=1)
-    counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan"))
+    counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan", "flat"))
     return Best(scores, numbers, *counts)
 
 
@@ -175,17 +179,26 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
     for at in range(0, len(queries), AT_ONCE):
         which = torch.arange(at, min(at + AT_ONCE, len(queries)))
         found = Found(k, len(which))
-        for sign in _signs(order, weighing.magnitude):
-            search = Search(queries[which], found, sign, weighing.extended)
-
-            def exact(ids: Tensor, at_query: Tensor, which: Tensor = which, sign: float = sign) -> Tensor:
-                scores = weighing.scores(ids, which[at_query])
-                return scores.abs() if order == "absolute" or weighing.magnitude else scores * sign
-
-            if not all(search.run(view, exact) for view in views):
+        if not _searched(weighing, views, found, queries, which, order):
+            found.flat = True
+            if not weighing.scan(found, which, events, order):
                 return None
         answers.append(_picked(weighing, table, events, found, odd, which, order))
     return _joined(answers)
+
+
+def _searched(weighing: Weighing, views: list[View], found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
+    """Search by bounds; False where they do not pay."""
+    for sign in _signs(order, weighing.magnitude):
+        search = Search(queries[which], found, sign, weighing.extended)
+
+        def exact(ids: Tensor, at_query: Tensor, sign: float = sign) -> Tensor:
+            scores = weighing.scores(ids, which[at_query])
+            return scores.abs() if order == "absolute" or weighing.magnitude else scores * sign
+
+        if not all(search.run(view, exact) for view in views):
+            return False
+    return True
 
 
 def _signs(order: str, magnitude: bool) -> tuple[float, ...]:
@@ -230,4 +243,4 @@ def _picked(
     block = table.block
     for at, column in enumerate((block.events, block.examples, block.steps, block.positions, block.uses)):
         numbers[at_query, rank, at] = column[events]
-    return Best(result, numbers, found.scored, found.bounded, nan)
+    return Best(result, numbers, found.scored, found.bounded, nan, int(found.flat))

@@ -1,4 +1,4 @@
-"""The loops over pairs that numba compiles: each score is read once."""
+"""The loops over pairs that numba compiles: each number is read once."""
 
 from typing import Any, no_type_check
 
@@ -6,6 +6,8 @@ import numba
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+LANES = 16
+PARTS = 16  # that threads take turns at
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
@@ -13,25 +15,40 @@ Array = np.ndarray[Any, Any]
 def above(bounds: Array, thresholds: Array) -> tuple[Array, Array]:
     """The rows and columns where a bound is not below its column's threshold."""
     rows, columns = bounds.shape
-    starts = np.zeros(rows + 1, np.int64)
-    for row in numba.prange(rows):
-        count = 0
-        for column in range(columns):
-            count += bounds[row, column] >= thresholds[column]
-        starts[row + 1] = count
-    for row in range(rows):
-        starts[row + 1] += starts[row]
-    at_row = np.empty(starts[rows], np.int64)
-    at_column = np.empty(starts[rows], np.int64)
-    for row in numba.prange(rows):
-        at = starts[row]
-        if starts[row + 1] > at:
-            for column in range(columns):
-                if bounds[row, column] >= thresholds[column]:
-                    at_row[at] = row
-                    at_column[at] = column
-                    at += 1
-    return at_row, at_column
+    parts = min(PARTS, rows)
+    # Room for every pair, of which only what is written to is ever backed by memory.
+    at_row = np.empty(rows * columns, np.int32)
+    at_column = np.empty(rows * columns, np.int32)
+    counts = np.zeros(parts + 1, np.int64)
+    for part in numba.prange(parts):
+        begin, end = rows * part // parts, rows * (part + 1) // parts
+        at = begin * columns
+        for row in range(begin, end):
+            for first in range(0, columns, LANES):
+                last = min(first + LANES, columns)
+                some = 0
+                for column in range(first, last):
+                    some += bounds[row, column] >= thresholds[column]
+                if some:
+                    for column in range(first, last):
+                        if bounds[row, column] >= thresholds[column]:
+                            at_row[at] = row
+                            at_column[at] = column
+                            at += 1
+        counts[part + 1] = at - begin * columns
+    total = 0
+    for part in range(parts):
+        total += counts[part + 1]
+    found_rows = np.empty(total, np.int64)
+    found_columns = np.empty(total, np.int64)
+    to = 0
+    for part in range(parts):
+        begin = rows * part // parts * columns
+        for at in range(begin, begin + counts[part + 1]):
+            found_rows[to] = at_row[at]
+            found_columns[to] = at_column[at]
+            to += 1
+    return found_rows, found_columns
 
 
 @numba.njit(parallel=True, cache=True, nogil=True, fastmath={"reassoc", "contract"})

@@ -6,17 +6,19 @@ takes in the last ones where these are no larger, so that a growing memory has f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,12 +30,12 @@ from dualform.memory.files import write_sealed
 from dualform.memory.mapped import TensorFile
 from dualform.queries.scorers import DirectionScorer, NormScorer
 from dualform.queries.search import View
-from dualform.queries.shadow import HEADS, Shadow, build
+from dualform.queries.shadow import HEADS, Shadow, build, widened
 from dualform.queries.table import Table
 
 logger = logging.getLogger("dualform")
 Values = tuple[Float64[Tensor, "one events"], Float64[Tensor, " events"], Float64[Tensor, " events"]]
-REMEMBERED = 8  # values of different directions
+REMEMBERED = 12  # directions whose values are at hand
 VERSION = "1"
 ROW_BYTES = 4 * (sum(HEADS) + 2 * len(HEADS)) + 12  # of a shadow
 BLOCK = 4096
@@ -52,13 +54,22 @@ class Index:
     """The shadows and event tables of one memory, and the keys that were lately scored."""
 
     def __init__(self, memory: StoredMemory) -> None:
-        self._memory = memory
+        self._owner = weakref.ref(memory)
         self._lock = threading.RLock()
         self._shadows: dict[int, list[Shadow]] = {}
         self._tables: dict[int, Table] = {}
         self._hot: dict[int, HotKeys] = {}
         self._views: dict[int, list[View]] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._of_examples: dict[int, Shadow] = {}
+        self._weighted: dict[tuple[object, ...], list[View] | None] = {}
         self._values: dict[tuple[object, ...], Values] = {}
+
+    @property
+    def _memory(self) -> StoredMemory:
+        memory = self._owner()
+        assert memory is not None, "an index is asked through its memory"
+        return memory
 
     def keys(self, weight: int) -> int:
         """How many keys of a weight are stored."""
@@ -91,6 +102,18 @@ class Index:
                 self._shadows.pop(dropped)
             return found
 
+    def of_examples(self, weight: int, sums: Float64[Tensor, "examples dim_in"]) -> Shadow:
+        """The shadow of a weight's key sums per example."""
+        with self._lock:
+            if weight not in self._of_examples:
+                path = self._memory.path / SHADOWS / f"examples-w{weight}.safetensors"
+                span = Span(0, len(self._memory.manifest.segments))
+                rows = [(at, sums[at]) for at in torch.arange(len(sums)).split(BLOCK)]
+                self._of_examples[weight] = self._kept(
+                    path, self._fingerprint(weight, span), lambda: build(lambda: iter(rows), *sums.shape)
+                )
+            return self._of_examples[weight]
+
     def views(self, weight: int) -> list[View]:
         """The shadows of a weight with all their rows."""
         with self._lock:
@@ -100,20 +123,51 @@ class Index:
                 kept = self._views[weight] = [View.of(shadow) for shadow in shadows]
             return kept
 
+    def norms(self, weight: int) -> Float32[Tensor, " keys"]:
+        """A number not below the norm of every key, by the key's number; infinite for those set apart."""
+        with self._lock:
+            if weight not in self._norms:
+                norms = torch.full((self.keys(weight),), torch.inf)
+                for shadow in self.shadows(weight):
+                    norms[shadow.numbers] = widened(shadow.norms.double() * shadow.scale)
+                self._norms[weight] = norms
+            return self._norms[weight]
+
+    def tiles(self, weight: int) -> Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]:
+        """Every stored key with its number, a segment's at a time as far as they may be resident."""
+        for file, record in self._memory.segments:
+            rows = max(self._memory.resident // 16 // (8 * self._memory.manifest.weights[weight].dim_in), BLOCK)
+            for at in range(0, record.keys[weight], rows):
+                keys = file.read(f"w{weight}/keys", at, min(at + rows, record.keys[weight]))
+                yield torch.arange(at, at + len(keys)) + record.first_keys[weight], keys
+
     def values(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> Values:
         """What the scorer makes of every gradient of a weight, and the coefficients of weight and bias.
 
         A pass over the gradients; the last ones are remembered.
         """
-        along = scorer.directions.numpy().tobytes() if isinstance(scorer, DirectionScorer) else b""
-        coefficients = scorer.coefficients
-        question = (weight, until, along, coefficients.bias_uses, coefficients.bias is None)
+        question = self.question(weight, until, scorer)
         with self._lock:
             if question not in self._values:
                 while len(self._values) >= REMEMBERED:
                     self._values.pop(next(iter(self._values)))
                 self._values[question] = self._read_values(weight, scorer)
             return self._values[question]
+
+    def question(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> tuple[object, ...]:
+        """What the values of events depend on."""
+        along = scorer.directions.numpy().tobytes() if isinstance(scorer, DirectionScorer) else b""
+        coefficients = scorer.coefficients
+        return weight, until, along, coefficients.bias_uses, coefficients.bias is None
+
+    def remembered(self, question: tuple[object, ...], make: Callable[[], list[View] | None]) -> list[View] | None:
+        """The weighted views of all events for a question; the last ones are remembered."""
+        with self._lock:
+            if question not in self._weighted:
+                while len(self._weighted) >= REMEMBERED:
+                    self._weighted.pop(next(iter(self._weighted)))
+                self._weighted[question] = make()
+            return self._weighted[question]
 
     def _read_values(self, weight: int, scorer: DirectionScorer | NormScorer) -> Values:
         table = self.table(weight)
@@ -164,27 +218,33 @@ class Index:
         return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
     def _shadow(self, weight: int, span: Span, progress: bool) -> Shadow:
-        path = self._path(weight, span)
+        rows, dim_in = self._rows(weight, span), self._memory.manifest.weights[weight].dim_in
+        shadow = self._kept(
+            self._path(weight, span),
+            self._fingerprint(weight, span),
+            lambda: build(lambda: self._keys(weight, span, progress), rows, dim_in),
+        )
+        for old in self._stored(weight):
+            if old != span and span.start <= old.start and old.stop <= span.stop:
+                with contextlib.suppress(OSError):
+                    disk.remove(self._path(weight, old))
+        return shadow
+
+    def _kept(self, path: Path, fingerprint: str, make: Callable[[], Shadow]) -> Shadow:
+        """A shadow from its file; made, and kept there, where the file is missing, damaged or of other segments."""
         if path.exists():
             try:
                 file = TensorFile(self._memory.path, file=str(path.relative_to(self._memory.path)))
-                if file.metadata.get("fingerprint") == self._fingerprint(weight, span):
+                if file.metadata.get("fingerprint") == fingerprint:
                     return Shadow.of_tensors(file.read)
             except DamagedMemory:
                 logger.info("%s is damaged and made anew", path)
-        shadow = build(
-            lambda: self._keys(weight, span, progress),
-            self._rows(weight, span),
-            self._memory.manifest.weights[weight].dim_in,
-        )
+        shadow = make()
         try:
             disk.make_directory(path.parent)
-            write_sealed(path, shadow.tensors(), {"fingerprint": self._fingerprint(weight, span)})
-            for old in self._stored(weight):
-                if old != span and span.start <= old.start and old.stop <= span.stop:
-                    disk.remove(self._path(weight, old))
+            write_sealed(path, shadow.tensors(), {"fingerprint": fingerprint})
         except OSError as error:
-            logger.info("no shadow of %s is kept: %s", self._memory.manifest.weights[weight].name, error)
+            logger.info("no shadow is kept in %s: %s", path, error)
         return shadow
 
     def _keys(
@@ -199,11 +259,19 @@ class Index:
                 yield torch.arange(at, at + len(keys)) + record.first_keys[weight], keys
 
 
+_INDEXES: weakref.WeakKeyDictionary[StoredMemory, Index] = weakref.WeakKeyDictionary()
+
+
+def index_of(memory: StoredMemory) -> Index:
+    """The index of an opened memory, one for all questions."""
+    return _INDEXES.setdefault(memory, Index(memory))
+
+
 class HotKeys:
     """The keys of a weight by their numbers; those that were read lately are at hand."""
 
     def __init__(self, memory: StoredMemory, weight: int) -> None:
-        self._memory, self._weight = memory, weight
+        self._owner, self._weight = weakref.ref(memory), weight
         manifest = memory.manifest
         room = memory.resident // 8 // len(manifest.weights) // (4 * manifest.weights[weight].dim_in + 12)
         self._room = max(room, 256)
@@ -222,7 +290,7 @@ class HotKeys:
             missing = numbers[slots < 0].unique()
             if len(missing) == 0:
                 return self._keys, slots.long(), self._norms
-            keys = self._memory.keys(self._weight, missing)
+            keys = self._read(missing)
             norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             if self._filled + len(missing) > len(self._keys) or keys.dtype != self._keys.dtype:
                 # All anew, in other memory: other threads may still be reading what was handed out.
@@ -231,16 +299,16 @@ class HotKeys:
                 self._norms = torch.empty(self._room, dtype=torch.float64)
                 self._filled = 0
                 if len(numbers) > len(missing) or len(missing) > self._room // 2:
-                    return self._read(numbers)
+                    some, place = numbers.unique(return_inverse=True)
+                    keys = self._read(some)
+                    return keys, place, torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             at = torch.arange(self._filled, self._filled + len(missing))
             self._keys[at], self._norms[at] = keys, norms
             self._slots[missing] = at.int()
             self._filled += len(missing)
             return self._keys, self._slots[numbers].long(), self._norms
 
-    def _read(
-        self, numbers: Int64[Tensor, " keys"]
-    ) -> tuple[Float[Tensor, "some dim_in"], Int64[Tensor, " keys"], Float64[Tensor, " some"]]:
-        some, place = numbers.unique(return_inverse=True)
-        keys = self._memory.keys(self._weight, some)
-        return keys, place, torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+    def _read(self, numbers: Int64[Tensor, " keys"]) -> Float[Tensor, "keys dim_in"]:
+        memory = self._owner()
+        assert memory is not None
+        return memory.keys(self._weight, numbers)

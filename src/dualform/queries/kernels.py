@@ -31,6 +31,10 @@ class KernelSum:
         self._sum = torch.zeros(len(queries), dim_out, dtype=torch.float64)
         self._bias = torch.zeros(dim_out, dtype=torch.float64)
 
+    def fresh(self) -> KernelSum:
+        """One like this, of no events."""
+        return type(self)(self._queries, self._coefficients, len(self._bias), self._kernel)
+
     def update(self, block: Block) -> None:
         """Add the events of a block."""
         weight, bias = self._coefficients.of_events(block)

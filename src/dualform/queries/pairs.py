@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 MANY = 4096  # pairs, or bounds over 64, for which the compiled loop pays
@@ -29,7 +29,7 @@ def _compiled() -> ModuleType | None:
 
 
 def above(
-    bounds: Float32[Tensor, "rows queries"], thresholds: Float32[Tensor, " queries"]
+    bounds: Float[Tensor, "rows queries"], thresholds: Float[Tensor, " queries"]
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
     """The rows and queries whose bound is not below the query's threshold."""
     fast = _compiled() if bounds.shape[1] > 1 and bounds.numel() >= 64 * MANY else None
@@ -59,6 +59,14 @@ def pair_products(
         for at in range(0, len(at_row), step)
     ]
     return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+
+
+def by_query(at_query: Int64[Tensor, " pairs"], values: Float[Tensor, " pairs"]) -> Int64[Tensor, " pairs"]:
+    """The order of pairs by query, and then by descending value as far as fp32 tells them apart."""
+    bits = values.float().view(torch.int32)
+    # As whole numbers the bits of floats are in order; of negative ones, in reverse.
+    rank = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+    return torch.from_numpy(((at_query << 32) - rank).numpy().argsort())
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -29,6 +29,14 @@ class Reducer(Protocol):
     def result(self) -> Any: ...
 
 
+@runtime_checkable
+class Adding(Reducer, Protocol):
+    """A reducer that adds: its bits depend on the order, so it adds by segment, and then in the order of segments."""
+
+    def fresh(self) -> Adding:
+        """One like this, of no events."""
+
+
 def rank_keys(values: Tensor, order: str) -> Tensor:
     """Numbers whose descending order is the order asked for; NaN is set apart, below any infinity."""
     values = values.double()
@@ -42,10 +50,10 @@ def check_order(order: str) -> None:
         raise BadQuery(f"order must be one of {', '.join(map(repr, ORDERS))}, not {order!r}.")
 
 
-def check_count(k: Any, queries: int) -> int:
+def check_count(k: Any, queries: int, name: str = "k") -> int:
     """k as a number; BadQuery where it is not a positive whole one, or where the answer would not fit."""
     if isinstance(k, bool) or not hasattr(k, "__index__") or k < 1:
-        raise BadQuery(f"k must be a whole number of at least 1, not {k!r}.")
+        raise BadQuery(f"{name} must be a whole number of at least 1, not {k!r}.")
     if int(k) * max(queries, 1) > MOST:
         raise BadQuery(f"the top {int(k):,} of {queries:,} queries are more than fits; at most {MOST:,} in all.")
     return int(k)
@@ -139,6 +147,10 @@ class GroupSums:
         self.sums = torch.zeros(len(scorer.queries), len(grouping.groups), dtype=torch.float64)
         self.counts = torch.zeros(len(grouping.groups), dtype=torch.int64)
 
+    def fresh(self) -> GroupSums:
+        """One like this, of no events."""
+        return GroupSums(self._scorer, self._grouping, self._absolute)
+
     def update(self, block: Block) -> None:
         codes = self._grouping.codes(block)
         block, codes = block.select(codes >= 0), codes[codes >= 0]
@@ -160,22 +172,27 @@ class VectorSums:
     """Σ of whole contributions of every group: a vector of dim_out for each query and group."""
 
     def __init__(self, scorer: Any, grouping: Grouping, dim_out: int) -> None:
-        self._scorer, self._grouping = scorer, grouping
+        self._scorer, self._grouping, self._dim_out = scorer, grouping, dim_out
         shape = (len(scorer.queries), len(grouping.groups), dim_out)
         self.sums = torch.zeros(shape, dtype=torch.float64)
+
+    def fresh(self) -> VectorSums:
+        """One like this, of no events."""
+        return VectorSums(self._scorer, self._grouping, self._dim_out)
 
     def update(self, block: Block) -> None:
         codes = self._grouping.codes(block)
         weight, bias = self._scorer.coefficients.of_events(block)
-        for code in codes.unique().tolist():
-            chosen = (codes == code) & ((weight != 0) | (bias != 0))
-            if code < 0 or not bool(chosen.any()):
-                continue
-            part = block.select(chosen)
-            assert part.gradients is not None
-            # Σ α_t e_t + c^b g_t = Σ (α_t c + c^b) g_t
-            factors = self._scorer.alphas(part) * weight[chosen] + bias[chosen]
-            self.sums[:, code] += factors @ part.gradients.double()
+        used = (codes >= 0) & ((weight != 0) | (bias != 0))
+        block, codes, weight, bias = block.select(used), codes[used], weight[used], bias[used]
+        assert block.gradients is not None
+        # Σ α_t e_t + c^b g_t = Σ (α_t c + c^b) g_t
+        factors = self._scorer.alphas(block) * weight + bias
+        gradients = block.gradients.double()
+        order = codes.argsort(stable=True)
+        found, counts = codes[order].unique_consecutive(return_counts=True)
+        for code, chosen in zip(found.tolist(), order.split(counts.tolist()), strict=True):
+            self.sums[:, code] += factors[:, chosen] @ gradients[chosen]
 
     def merge(self, other: VectorSums) -> None:
         """Take in the sums of later blocks."""

@@ -122,6 +122,25 @@ class TopGroups(_Answer):
 
 
 @dataclass(frozen=True, repr=False)
+class Timeline(_Answer):
+    """Sums over the events of stretches of training: bin i holds the steps from edges[i] to before edges[i + 1]."""
+
+    edges: Int64[Tensor, " edges"]
+    values: Float[Tensor, "queries bins"]
+    counts: Int64[Tensor, " bins"]
+    explanation: Explanation
+
+    def _rows(self) -> tuple[list[str], list[list[Any]]]:
+        edges, counts = self.edges.tolist(), self.counts.tolist()
+        rows = [
+            [query, edges[at], edges[at + 1] - 1, counts[at], total]
+            for query, totals in enumerate(self.values.tolist())
+            for at, total in enumerate(totals)
+        ]
+        return ["query", "first step", "last step", "events", "total"], rows
+
+
+@dataclass(frozen=True, repr=False)
 class Totals(_Answer):
     """Sums over the events of every group: `values` is [queries, groups], or [queries, groups, dim_out]."""
 

@@ -15,16 +15,17 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.queries.pairs import above, pair_products
-from dualform.queries.shadow import TINY, Shadow, query_rows, widened
+from dualform.queries.pairs import above, by_query, pair_products
+from dualform.queries.shadow import HEADS, TINY, Shadow, query_rows, widened
 
-TILE = 1 << 21  # bounds that are computed at a time
+TILE = 1 << 19  # bounds that are computed at a time, few enough to stay in the cache
 SEED = 512  # rows that give the first thresholds
-PROBED_ROWS, PROBED_QUERIES = 512, 32
+FINE = HEADS[1] + 2
+FREE = 1 << 21  # numbers of a scan that are not worth a thought
 LARGEST = 3.4028235677973366e38  # what fp32 rounds to infinity from here on
 
 Pairs = tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]
-Exact = Callable[[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]], Float32[Tensor, " pairs"]]
+Exact = Callable[[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]], Float[Tensor, " pairs"]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,31 +109,47 @@ class Found:
     queries: int
     at_query: Int64[Tensor, " pairs"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     ids: Int64[Tensor, " pairs"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    scores: Float32[Tensor, " pairs"] = field(default_factory=lambda: torch.empty(0))
+    scores: Float[Tensor, " pairs"] = field(default_factory=lambda: torch.empty(0))
+    thresholds: Float[Tensor, " queries"] = field(init=False)
     scored: int = 0
     bounded: int = 0
+    flat: bool = False
 
-    def add(self, at_query: Tensor, ids: Tensor, scores: Tensor) -> None:
-        """Take in scored pairs, and let go of those that cannot be among the best any more."""
+    def __post_init__(self) -> None:
+        self.thresholds = torch.full((self.queries,), -torch.inf)
+
+    def add(self, at_query: Tensor, ids: Tensor, scores: Tensor, fresh: bool = False) -> None:
+        """Take in scored pairs, and let go of those that cannot be among the best any more.
+
+        `fresh` says that none of them was taken in before.
+        """
         self.scored += len(scores)
         at_query = torch.cat([self.at_query, at_query])
         ids, scores = torch.cat([self.ids, ids]), torch.cat([self.scores, scores])
-        order = ids.argsort()
-        order = order[scores[order].argsort(descending=True, stable=True)]
-        order = order[at_query[order].argsort(stable=True)] if self.queries > 1 else order
-        at_query, ids, scores = at_query[order], ids[order], scores[order]
-        once = torch.ones_like(at_query, dtype=torch.bool)  # some pairs may be scored twice
-        once[1:] = (ids[1:] != ids[:-1]) | (at_query[1:] != at_query[:-1])
-        self.at_query, self.ids, self.scores = at_query[once], ids[once], scores[once]
-        kept = self.scores >= self.thresholds()[self.at_query]
+        if fresh and scores.dtype == torch.float32:
+            order = by_query(at_query, scores)
+            self.at_query, self.ids, self.scores = at_query[order], ids[order], scores[order]
+        else:
+            order = ids.argsort()
+            order = order[scores[order].argsort(descending=True, stable=True)]
+            order = order[at_query[order].argsort(stable=True)]
+            at_query, ids, scores = at_query[order], ids[order], scores[order]
+            once = torch.ones_like(at_query, dtype=torch.bool)
+            once[1:] = (ids[1:] != ids[:-1]) | (at_query[1:] != at_query[:-1])
+            self.at_query, self.ids, self.scores = at_query[once], ids[once], scores[once]
+        self.thresholds = self._kth()
+        kept = self.scores >= self.thresholds[self.at_query]
         self.at_query, self.ids, self.scores = self.at_query[kept], self.ids[kept], self.scores[kept]
 
-    def thresholds(self) -> Float32[Tensor, " queries"]:
+    def _kth(self) -> Float[Tensor, " queries"]:
         """The k-th best score of every query so far; −∞ where there are fewer. Pairs are sorted by query and score."""
+        if self.queries == 1:
+            last = self.scores[self.k - 1 : self.k]
+            return last if len(last) else self.scores.new_full((1,), -torch.inf)
         counts = torch.bincount(self.at_query, minlength=self.queries)
         last = counts.cumsum(0) - counts + self.k - 1
         enough = counts >= self.k
-        result = torch.full((self.queries,), -torch.inf)
+        result = torch.full((self.queries,), -torch.inf, dtype=self.scores.dtype)
         result[enough] = self.scores[last[enough]]
         return result
 
@@ -149,6 +166,7 @@ class Search:
         self._units = exactly / self._norms[:, None]
         self._offsets = sign / self._norms if extended else None
         self.found = found
+        self._fresh = len(found.ids) == 0  # else another sign has scored some of the pairs
 
     def run(self, view: View, exact: Exact) -> bool:
         """Search one view; False, with nothing done, where its bounds would not pay.
@@ -162,67 +180,57 @@ class Search:
             every = torch.arange(len(view)).repeat(len(self._units))
             self._score(view, every, torch.arange(len(self._units)).repeat_interleave(len(view)), exact)
             return True
-        coarse, fine = (query_rows(view.shadow, level, self._units, self._offsets) for level in (0, 1))
-        self._seed(view, coarse, exact)
+        coarse, fine = query_rows(view.shadow, self._units, self._offsets)
+        seeds = self._seed(view, coarse, exact)
         thresholds = self._scaled(view)
         stops = torch.searchsorted(view.ascending, -thresholds, right=True)
-        if len(view) > 4 * SEED and not self._pays(view, coarse, fine, thresholds, stops):
+        pairs = self._survivors(view, coarse, thresholds, stops)
+        if pairs is None:
             return False
-        at_row, at_query = self._survivors(view, coarse, thresholds, stops)
+        at_row, at_query = pairs
         bounds = self._bounds(view, 1, fine, at_row, at_query)
-        self._rescore(view, at_row, at_query, bounds, exact)
+        left = (bounds >= thresholds[at_query]) & ~_among(seeds, at_row, at_query)
+        if not self._pays(view, int(left.sum()), 8 * view.shadow.basis.shape[0]):
+            return False
+        self._rescore(view, at_row[left], at_query[left], bounds[left], exact)
         return True
 
-    def _seed(self, view: View, coarse: Float32[Tensor, "queries width"], exact: Exact) -> None:
-        """First thresholds: the exact scores of the rows with the best bounds among the first."""
+    def _seed(
+        self, view: View, coarse: Float32[Tensor, "queries width"], exact: Exact
+    ) -> Int64[Tensor, "queries seeds"]:
+        """First thresholds: the exact scores of the rows with the best bounds among the first; which rows they are."""
         k = self.found.k
         first = min(max(SEED, 8 * k), len(view))
         bounds = coarse @ view.heads(0, slice(0, first)).T
         best = bounds.topk(min(k + max(k // 4, 2), first), dim=1).indices
         at_query = torch.arange(len(best))[:, None].expand_as(best)
         self._score(view, best.reshape(-1), at_query.reshape(-1), exact)
+        return best
 
     def _score(self, view: View, at_row: Tensor, at_query: Tensor, exact: Exact) -> None:
         ids = view.ids(at_row)
-        self.found.add(at_query, ids, exact(ids, at_query))
+        self.found.add(at_query, ids, exact(ids, at_query), self._fresh)
 
     def _scaled(self, view: View) -> Float32[Tensor, " queries"]:
         """The thresholds in the units of a view, surely not too high: what fp32 rounds up to them passes."""
-        exactly = self.found.thresholds().double().clamp(-LARGEST, LARGEST) - 1.5e-45
+        exactly = self.found.thresholds.double().clamp(-LARGEST, LARGEST) - 1.5e-45
         scaled = exactly / view.scale / self._norms
         return (scaled - 1e-6 * scaled.abs() - TINY).float()
 
-    def _pays(
-        self, view: View, coarse: Tensor, fine: Tensor, thresholds: Tensor, stops: Int64[Tensor, " queries"]
-    ) -> bool:
-        """Whether the bounds leave little enough: measured on a strided block of what has to be bounded."""
-        some = torch.arange(0, len(stops), max(len(stops) // PROBED_QUERIES, 1))
-        reach = int(stops[some].max())
-        rows = torch.arange(0, reach, max(reach // PROBED_ROWS, 1))
-        if len(rows) == 0:
-            return True
-        left = (view.heads(0, rows) @ coarse[some].T >= thresholds[some]) & (rows[:, None] < stops[some])
-        asked = max(len(rows) * len(some), 1)
-        at_row, at_query = left.nonzero(as_tuple=True)
-        first = len(at_row) / asked
-        second = 0.0
-        if len(at_row):
-            part = slice(None, None, max(len(at_row) // 2048, 1))
-            bounds = self._bounds(view, 1, fine, rows[at_row[part]], some[at_query[part]])
-            second = first * float((bounds >= thresholds[some][at_query[part]]).double().mean())
-        reading = float(stops.double().mean()) / len(view)
-        width = view.shadow.basis.shape[0]
-        # In units of one number of a plain scan; what is gathered row by row costs several times as much.
-        cost = reading * coarse.shape[1] + (reach / len(view)) * (first * 6 * fine.shape[1] + second * 8 * width)
-        return cost < 0.7 * width
+    def _pays(self, view: View, pairs: int, cost: int) -> bool:
+        """Whether so many pairs, of which each costs as much as so many numbers of a plain scan, are few enough."""
+        return pairs * cost <= max(0.5 * len(view) * len(self._units) * view.shadow.basis.shape[0], FREE)
 
-    def _survivors(self, view: View, coarse: Tensor, thresholds: Tensor, stops: Tensor) -> Pairs:
-        """The pairs whose coarse bound reaches the threshold. Queries that reach far are bounded with fewer others."""
+    def _survivors(self, view: View, coarse: Tensor, thresholds: Tensor, stops: Tensor) -> Pairs | None:
+        """The pairs whose coarse bound reaches the threshold; None as soon as they are too many to pay.
+
+        Queries that reach far are bounded with fewer others.
+        """
         order = stops.argsort(descending=True)
         reach, thresholds, coarse = stops[order], thresholds[order], coarse[order].contiguous()
         rows: list[Tensor] = []
         queries: list[Tensor] = []
-        start, end = 0, int(reach[0])
+        start, end, left, bounded = 0, int(reach[0]), 0, 0
         while start < end:
             active = int((reach > start).sum())
             stop = min(start + max(TILE // active, 256), end)
@@ -232,21 +240,25 @@ class Search:
             rows.append(at_row + start)
             queries.append(at_query)
             self.found.bounded += len(tile) * active
+            left, bounded = left + len(at_row), bounded + len(tile) * active
+            # What is left of the first tiles says how the rest will go, long before it fills the memory.
+            if (bounded >= 4 * TILE and left > bounded // 4) or not self._pays(view, left, 6 * FINE):
+                return None
             start = stop
         nothing = torch.empty(0, dtype=torch.int64)
         return torch.cat([nothing, *rows]), order[torch.cat([nothing, *queries])]
 
     def _bounds(self, view: View, level: int, queries: Tensor, at_row: Tensor, at_query: Tensor) -> Tensor:
-        rows, place = at_row.unique(return_inverse=True) if len(queries) > 1 else (at_row, torch.arange(len(at_row)))
         # In fp64 of fp32 numbers: the error is far inside the slack.
+        if view.weights is None:
+            at = at_row if view.rows is None else view.rows[at_row]
+            return pair_products(view.shadow.heads[level], queries, at, at_query)
+        rows, place = at_row.unique(return_inverse=True)
         return pair_products(view.heads(level, rows), queries, place, at_query)
 
     def _rescore(self, view: View, at_row: Tensor, at_query: Tensor, bounds: Tensor, exact: Exact) -> None:
         """Score what is left exactly: first the best bounds of every query, then what these do not rule out."""
-        left = bounds >= self._scaled(view)[at_query]
-        at_row, at_query, bounds = at_row[left], at_query[left], bounds[left]
-        order = bounds.argsort(descending=True)
-        order = order[at_query[order].argsort(stable=True)]
+        order = by_query(at_query, bounds)
         at_row, at_query, bounds = at_row[order], at_query[order], bounds[order]
         counts = torch.bincount(at_query, minlength=self.found.queries)
         rank = torch.arange(len(at_query)) - (counts.cumsum(0) - counts)[at_query]
@@ -254,3 +266,12 @@ class Search:
         self._score(view, at_row[now], at_query[now], exact)
         later = ~now & (bounds >= self._scaled(view)[at_query])
         self._score(view, at_row[later], at_query[later], exact)
+
+
+def _among(
+    seeds: Int64[Tensor, "queries seeds"], at_row: Int64[Tensor, " pairs"], at_query: Int64[Tensor, " pairs"]
+) -> Bool[Tensor, " pairs"]:
+    """Which pairs are seeds of their query."""
+    first = int(seeds.max()) + 1
+    known = torch.zeros(len(seeds), first + 1, dtype=torch.bool).scatter_(1, seeds, True)
+    return known[at_query, at_row.clamp_max(first)]

@@ -40,6 +40,27 @@ class Condition:
         inside = (block.examples >= 0) & (block.examples < len(self.of_example))
         return inside & self.of_example[block.examples.where(inside, 0)]
 
+    @property
+    def by_example(self) -> bool:
+        """Whether all events of an example are alike to this condition."""
+        return self.of_example is not None or self.column == "example"
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Some conditions must not all hold: the complement of a `where`."""
+
+    conditions: tuple[Condition, ...]
+
+    def holds(self, block: Block) -> Bool[Tensor, " events"]:
+        """Which events of a block are not left out."""
+        return ~torch.stack([condition.holds(block) for condition in self.conditions]).all(dim=0)
+
+    @property
+    def by_example(self) -> bool:
+        """Whether all events of an example are alike to this."""
+        return all(condition.by_example for condition in self.conditions)
+
 
 def _matches(values: Tensor, wanted: Any, column: str) -> Bool[Tensor, "..."]:
     """Which values are equal to the wanted one, among several, or inside a slice (start ≤ value < stop)."""
@@ -73,7 +94,7 @@ def _matches(values: Tensor, wanted: Any, column: str) -> Bool[Tensor, "..."]:
 class Selection:
     """Conditions that all must hold."""
 
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[Condition | Exclusion, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.conditions)
@@ -85,8 +106,24 @@ class Selection:
         """
         if where is not None and not isinstance(where, Mapping):
             raise BadQuery(f"where is a dict from columns to values, not {where!r}.")
-        added = tuple(_condition(memory, column, value) for column, value in (where or {}).items())
-        return Selection(self.conditions + added)
+        return Selection(self.conditions + _conditions(memory, where or {}))
+
+    def without(self, memory: StoredMemory, columns: Mapping[str, Any]) -> Selection:
+        """This selection less the events for which all conditions hold; no conditions leave out nothing."""
+        added = _conditions(memory, columns)
+        return Selection((*self.conditions, Exclusion(added))) if added else self
+
+    @property
+    def by_example(self) -> bool:
+        """Whether an example's events are all selected, or none of them."""
+        return all(condition.by_example for condition in self.conditions)
+
+    def holds(self, block: Block) -> Bool[Tensor, " events"]:
+        """Which events of a block are selected."""
+        chosen = torch.ones(len(block), dtype=torch.bool)
+        for condition in self.conditions:
+            chosen &= condition.holds(block)
+        return chosen
 
     def apply(self, block: Block) -> Block:
         """The events of a block for which all conditions hold."""
@@ -108,6 +145,10 @@ def _mask(value: Any) -> Bool[Tensor, "..."] | None:
     return torch.from_numpy(array.copy()) if array.dtype == np.bool_ and array.ndim > 0 else None
 
 
+def _conditions(memory: StoredMemory, columns: Mapping[str, Any]) -> tuple[Condition, ...]:
+    return tuple(_condition(memory, column, value) for column, value in columns.items())
+
+
 def _condition(memory: StoredMemory, name: str, value: Any) -> Condition:
     column = None if name in _OF_BLOCK else memory.column(name)
     mask = _mask(value)
@@ -120,6 +161,9 @@ def _condition(memory: StoredMemory, name: str, value: Any) -> Condition:
             )
         return Condition(name, mask)
     if column is None:
+        _matches(
+            torch.empty(0, dtype=torch.int64), value, name
+        )  # what does not fit is told now, not at the first block
         return Condition(name, None, value)
     if column.values.ndim != 1:
         raise BadQuery(f"column {name!r} has shape {list(column.values.shape)}: it cannot choose events.")
@@ -133,11 +177,14 @@ def _condition(memory: StoredMemory, name: str, value: Any) -> Condition:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of events by one or several columns; a column that has no value for an event puts it nowhere."""
+    """Groups of events by one or several columns; a column that has no value for an event puts it nowhere.
+
+    `_tables` give the group of every example, or of every number that an event itself has (None: the number it is).
+    """
 
     names: tuple[str, ...]
     groups: Sequence[Any]
-    _tables: tuple[Int64[Tensor, " examples"] | None, ...]
+    _tables: tuple[Int64[Tensor, " values"] | None, ...]
     _sizes: tuple[int, ...]
 
     @classmethod
@@ -169,16 +216,26 @@ class Grouping:
         groups = values[0] if isinstance(columns, str) else tuple(itertools.product(*values))
         return cls(names, groups, tuple(tables), tuple(len(options) for options in values))
 
+    @classmethod
+    def of_steps(cls, edges: Int64[Tensor, " edges"]) -> Grouping:
+        """Bins of steps: bin i holds the steps from edges[i] to before edges[i + 1]."""
+        table = torch.searchsorted(edges, torch.arange(int(edges[-1])), right=True) - 1
+        return cls(("step",), range(len(edges) - 1), (table,), (len(edges) - 1,))
+
+    @property
+    def by_example(self) -> bool:
+        """Whether all events of an example are in one group."""
+        return not {"step", "position"} & set(self.names)
+
     def codes(self, block: Block) -> Int64[Tensor, " events"]:
         """The number of each event's group; −1 for none."""
         result = torch.zeros(len(block), dtype=torch.int64)
         nowhere = torch.zeros(len(block), dtype=torch.bool)
         for name, table, size in zip(self.names, self._tables, self._sizes, strict=True):
-            if table is None:
-                codes = _numbers(block, name)
-            else:
-                inside = (block.examples >= 0) & (block.examples < len(table))
-                codes = torch.where(inside, table[block.examples.where(inside, 0)], -1)
+            codes = _numbers(block, name if name in _OF_BLOCK else "example")
+            if table is not None:
+                inside = (codes >= 0) & (codes < len(table))
+                codes = torch.where(inside, table[codes.where(inside, 0)], -1) if len(table) else codes.new_full((), -1)
             nowhere |= codes < 0
             result = result * size + codes
         return torch.where(nowhere, -1, result)

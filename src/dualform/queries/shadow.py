@@ -144,14 +144,17 @@ def _leading_of_many(sample: Float64[Tensor, "rows dim_in"], width: int) -> Floa
 
 
 def query_rows(
-    shadow: Shadow, level: int, queries: Float64[Tensor, "queries dim_in"], offsets: Float64[Tensor, " queries"] | None
-) -> Float32[Tensor, "queries width"]:
-    """What the rows of a level are multiplied with: queries whose norm (with their offset) is at most 1."""
-    width = shadow.heads[level].shape[1] - 2
-    head = queries @ shadow.basis[:, :width]
-    size = torch.linalg.vector_norm(queries, dim=1)
-    tail = (size.square() - head.square().sum(dim=1)).clamp_min(0.0).sqrt() + 1e-7 * size
-    columns = [head.float(), widened(tail)[:, None], torch.full((len(queries), 1), SLACK)]
-    if offsets is not None:
-        columns.append(offsets.float()[:, None])
-    return torch.cat(columns, dim=1)
+    shadow: Shadow, queries: Float64[Tensor, "queries dim_in"], offsets: Float64[Tensor, " queries"] | None
+) -> tuple[Float32[Tensor, "queries coarse"], Float32[Tensor, "queries fine"]]:
+    """What the rows of each level are multiplied with: queries whose norm (with their offset) is at most 1."""
+    head = queries @ shadow.basis
+    size = torch.linalg.vector_norm(queries, dim=1, keepdim=True)
+    constant = torch.full_like(size, SLACK)
+    rest = [constant] if offsets is None else [constant, offsets[:, None]]
+    levels = []
+    for rows in shadow.heads:
+        part = head[:, : rows.shape[1] - 2]
+        tail = (size.square() - part.square().sum(dim=1, keepdim=True)).clamp_min(0.0).sqrt()
+        tail = (tail + 1e-7 * size) * (1 + 1e-6) + TINY
+        levels.append(torch.cat([part, tail, *rest], dim=1).float())
+    return levels[0], levels[1]

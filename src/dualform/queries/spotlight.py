@@ -2,74 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
-from jaxtyping import Float, Float32, Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
-from dualform.blocks import Block
 from dualform.errors import BadQuery
-from dualform.memory import StoredMemory
-from dualform.queries.folds import Folds
-from dualform.queries.kernels import Kernel, output_reducer
-from dualform.queries.reducers import (
-    AllScores,
-    GroupSums,
-    Reducer,
-    Top,
-    TopWithin,
-    VectorSums,
-    check_count,
-    check_order,
-    rank_keys,
-)
-from dualform.queries.results import Explanation, TopEvents, TopGroups, Totals
+from dualform.queries.focus import Focus
+from dualform.queries.kernels import Kernel
+from dualform.queries.outputs import initial_plan, output_plan
+from dualform.queries.plan import GroupTotals, Plan, group_totals, vector_totals
+from dualform.queries.reducers import AllScores, check_count, check_order
+from dualform.queries.results import Timeline, TopEvents, TopGroups, Totals
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
-from dualform.queries.selection import Grouping, Selection
-from dualform.queries.values import Coefficients, fold, require_values
+from dualform.queries.selection import Grouping
+from dualform.queries.together import ask
+from dualform.queries.tops import top_events, top_groups
+from dualform.queries.values import require_values
 
 Columns = str | tuple[str, ...]
 SCORES_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Focus:
-    """Which events of which weight are looked at, by which queries, at which end step."""
-
-    memory: StoredMemory
-    weight: int
-    use: int
-    queries: Float[Tensor, "queries dim_in"]
-    query_shape: tuple[int, ...]
-    until: int
-    selection: Selection = field(default_factory=Selection)
-
-    def blocks(self) -> Iterator[Block]:
-        """The selected events, block by block."""
-        for block in self.memory.blocks(self.weight, self.until):
-            yield self.selection.apply(block)
-
-    def reduce(self, reducer: Reducer) -> int:
-        """Run a reducer over all selected events; how many rows were read."""
-        rows = 0
-        for block in self.blocks():
-            rows += len(block)
-            if len(block):
-                reducer.update(block)
-        return rows
-
-    def narrowed(self, where: dict[str, Any]) -> Focus:
-        """The same queries over fewer events."""
-        return dataclasses.replace(self, selection=self.selection.narrowed(self.memory, where))
-
-    def picked(self, index: Any) -> Focus:
-        """Fewer queries over the same events; `index` is an index into the query shape."""
-        numbers = torch.arange(len(self.queries)).reshape(self.query_shape)[index]
-        return dataclasses.replace(self, queries=self.queries[numbers.reshape(-1)], query_shape=tuple(numbers.shape))
 
 
 class _Questions:
@@ -114,44 +68,37 @@ class _Questions:
         if absolute and by is None:
             raise BadQuery("absolute=True sums magnitudes and needs by=…; to rank by magnitude use order='absolute'.")
         if by is not None:
-            return self._top_groups(k, Grouping.by(self._focus.memory, by), order, absolute)
-        if within is None:
-            reducer: Top | TopWithin = Top(self._scorer, k, order)
-            groups = None
-        else:
-            grouping = Grouping.by(self._focus.memory, within)
-            reducer, groups = TopWithin(self._scorer, k, order, grouping), grouping.groups
-        rows = self._focus.reduce(reducer)
-        scores, numbers = reducer.result()
-        fields = dict(zip(Top.FIELDS, numbers.unbind(-1), strict=True))
-        explanation = Explanation("full scan", rows, int(reducer.nan.sum()))
-        return TopEvents(scores=scores, explanation=explanation, groups=groups, **fields)
-
-    def _top_groups(self, k: int, grouping: Grouping, order: str, absolute: bool) -> TopGroups:
-        reducer = GroupSums(self._scorer, grouping, absolute)
-        rows = self._focus.reduce(reducer)
-        sums, counts = reducer.result()
-        keys = rank_keys(torch.where(counts > 0, sums, torch.nan), order)
-        best = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        found = counts[best] > 0
-        scores = torch.where(found, sums.gather(1, best), torch.nan)
-        pad = max(k - scores.shape[1], 0)
-        groups = [[grouping.groups[g] if counts[g] > 0 else None for g in row] + [None] * pad for row in best.tolist()]
-        return TopGroups(
-            groups=groups,
-            scores=torch.nn.functional.pad(scores, (0, pad), value=torch.nan),
-            counts=torch.nn.functional.pad(counts[best], (0, pad)),
-            explanation=Explanation("sums over a full scan", rows),
-        )
+            grouping = Grouping.by(self._focus.memory, by)
+            return ask(top_groups(self._focus, self._scorer, k, order, grouping, absolute))
+        groups = None if within is None else Grouping.by(self._focus.memory, within)
+        return ask(top_events(self._focus, self._scorer, k, order, groups))
 
     def totals(self, *, by: Columns, absolute: bool = False) -> Totals:
         """Σ over the events of every group, in fp64; with `absolute` the sum of magnitudes."""
         grouping = Grouping.by(self._focus.memory, by)
-        reducer = GroupSums(self._scorer, grouping, absolute)
-        rows = self._focus.reduce(reducer)
-        return Totals(grouping.groups, reducer.result()[0], Explanation("sums over a full scan", rows))
+        everyone = torch.arange(len(self._focus.queries))
 
-    def scores(self) -> Float32[Tensor, "queries events"]:
+        def make(totals: GroupTotals) -> Totals:
+            return Totals(grouping.groups, totals.of(everyone), totals.explanation)
+
+        return ask(group_totals(self._focus, self._scorer, grouping, absolute).then(Totals, make))
+
+    def timeline(self, bins: int = 50, *, absolute: bool = False) -> Timeline:
+        """How the sum over all events spreads over training: Σ over the events of stretches of equally many steps.
+
+        There are never more bins than steps. Contributions as whole vectors are summed by their size |α_t| ‖e_t‖.
+        """
+        bins = min(check_count(bins, 1, "bins"), self._focus.until)
+        edges = 1 + torch.arange(bins + 1) * self._focus.until // max(bins, 1)
+        everyone = torch.arange(len(self._focus.queries))
+
+        def make(totals: GroupTotals) -> Timeline:
+            return Timeline(edges, totals.of(everyone), totals.counts, totals.explanation)
+
+        plan = group_totals(self._focus, self._scorer, Grouping.of_steps(edges), absolute)
+        return ask(plan.then(Timeline, make))
+
+    def scores(self) -> Tensor:
         """All scores, [queries, T]; refused where they would not fit in 1 GB."""
         events = self._events()
         size = 4 * events * len(self._focus.queries)
@@ -161,8 +108,7 @@ class _Questions:
                 "Ask for fewer queries (attention[:10]), or for top(…) or totals(…)."
             )
         reducer = AllScores(self._scorer)
-        self._focus.reduce(reducer)
-        return reducer.result()
+        return ask(Plan(Tensor, self._focus, (reducer,), lambda rows: reducer.result()))
 
     def _events(self) -> int:
         if self._focus.selection:
@@ -197,6 +143,10 @@ class Attention(_Questions):
         """Only events whose columns have these values (a value, a list, a slice, or a mask over examples)."""
         return Attention(self._focus.narrowed(columns))
 
+    def exclude(self, **columns: Any) -> Attention:
+        """All events but those whose columns all have these values: the complement of `where`."""
+        return Attention(self._focus.without(columns))
+
     def contributions(self, unit: int | Tensor | None = None, direction: Any = None) -> Contributions:
         """What each event adds to the output: to a unit, along a direction, or (neither given) as a whole vector.
 
@@ -204,44 +154,21 @@ class Attention(_Questions):
         """
         return Contributions.of(self._focus, unit, direction)
 
-    def output(self, kernel: Kernel | None = None) -> Float64[Tensor, "*query_shape dim_out"]:
-        """The layer's output rebuilt: initial() + Σ contributions (Eq. 13), in fp64.
+    def output(self, kernel: Kernel | None = None) -> Tensor:
+        """The layer's output rebuilt: initial() + Σ contributions (Eq. 13), in fp64, [*query_shape, dim_out].
 
         A `kernel` ("softmax", or a function of blocks of scores) replaces the scores (Remark 3.2).
         """
-        focus = self._focus
-        require_values(focus.memory, focus.weight, "output()")
-        reducer = output_reducer(kernel, focus.queries, _coefficients(focus), self._dim_out)
-        focus.reduce(reducer)
-        return self.initial() + self._shaped(reducer.result())
+        return ask(output_plan(self._focus, kernel))
 
-    def initial(self) -> Float64[Tensor, "*query_shape dim_out"]:
+    def initial(self) -> Tensor:
         """The part of the output that no event of this weight made: c_0 W0 q + c^b_0 b_0 (and the old velocity's)."""
-        focus = self._focus
-        require_values(focus.memory, focus.weight, "initial()")
-        folds = Folds(focus.memory)
-        record = focus.memory.manifest.weights[focus.weight]
-        result = focus.queries.double() @ folds.untouched(record.name, focus.until).T
-        bias = record.uses[focus.use].bias
-        if bias is not None:
-            result = result + folds.untouched(bias, focus.until)
-            for other, owner in enumerate(focus.memory.manifest.weights):
-                # A bias shared with a layer of another weight was also moved by that weight's events.
-                if other != focus.weight and any(use.bias == bias for use in owner.uses):
-                    result = result + fold(focus.memory, other, focus.until, focus.selection)[1][bias]
-        return self._shaped(result)
-
-    @property
-    def _dim_out(self) -> int:
-        return self._focus.memory.manifest.weights[self._focus.weight].dim_out
-
-    def _shaped(self, rows: Float64[Tensor, "queries dim_out"]) -> Float64[Tensor, "*query_shape dim_out"]:
-        return rows.reshape(*self.query_shape, self._dim_out)
+        return ask(initial_plan(self._focus))
 
     def __repr__(self) -> str:
         record = self._focus.memory.manifest.weights[self._focus.weight]
         name = record.uses[self._focus.use].map
-        chosen = " chosen by where()" if self._focus.selection else ""
+        chosen = " that were chosen" if self._focus.selection else ""
         return f"Attention({name!r}: {len(self)} queries over {self._events():,} events{chosen} of {record.name})"
 
 
@@ -258,7 +185,7 @@ class Contributions(_Questions):
         if unit is not None:
             direction = _onehot(unit, dim_out)
         if direction is None:
-            return cls(focus, NormScorer(focus.queries, _coefficients(focus)))
+            return cls(focus, NormScorer(focus.queries, focus.coefficients))
         try:
             vectors = torch.as_tensor(direction)
             vectors = vectors.double() if not vectors.is_complex() else torch.empty(0)
@@ -269,11 +196,15 @@ class Contributions(_Questions):
                 f"direction must have shape [{dim_out}], the layer's outputs, or {[*focus.query_shape, dim_out]} for "
                 f"one a query, not {list(vectors.shape)}."
             )
-        return cls(focus, DirectionScorer(focus.queries, _coefficients(focus), vectors.reshape(-1, dim_out)))
+        return cls(focus, DirectionScorer(focus.queries, focus.coefficients, vectors.reshape(-1, dim_out)))
 
     def where(self, **columns: Any) -> Contributions:
         """Only events whose columns have these values."""
         return Contributions(self._focus.narrowed(columns), self._scorer)
+
+    def exclude(self, **columns: Any) -> Contributions:
+        """All events but those whose columns all have these values."""
+        return Contributions(self._focus.without(columns), self._scorer)
 
     def totals(self, *, by: Columns, absolute: bool = False) -> Totals:
         """Σ over the events of every group: [queries, groups], or whole vectors without a unit or direction."""
@@ -281,11 +212,7 @@ class Contributions(_Questions):
             return super().totals(by=by, absolute=absolute)
         if absolute:
             raise BadQuery("absolute=True needs contributions to a unit or along a direction.")
-        grouping = Grouping.by(self._focus.memory, by)
-        dim_out = self._focus.memory.manifest.weights[self._focus.weight].dim_out
-        reducer = VectorSums(self._scorer, grouping, dim_out)
-        rows = self._focus.reduce(reducer)
-        return Totals(grouping.groups, reducer.result(), Explanation("sums over a full scan", rows))
+        return ask(vector_totals(self._focus, self._scorer, Grouping.by(self._focus.memory, by)))
 
 
 def _onehot(unit: int | Tensor, dim_out: int) -> Float64[Tensor, "*query_shape dim_out"]:
@@ -297,11 +224,6 @@ def _onehot(unit: int | Tensor, dim_out: int) -> Float64[Tensor, "*query_shape d
     if units.dtype != torch.int64 or bool(((units < 0) | (units >= dim_out)).any()):
         raise BadQuery(f"unit must be a whole number from 0 to {dim_out - 1}, or a tensor of them, not {unit!r}.")
     return torch.nn.functional.one_hot(units, dim_out).double()
-
-
-def _coefficients(focus: Focus) -> Coefficients:
-    bias = focus.memory.manifest.weights[focus.weight].uses[focus.use].bias
-    return Coefficients.of(focus.memory, focus.weight, bias, focus.until)
 
 
 class Spotlight:

@@ -10,10 +10,11 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
+from dualform.queries.flat import scan
 from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
-from dualform.queries.search import View
+from dualform.queries.search import Found, View
 
 Ids = Int64[Tensor, " pairs"]
 Events = Bool[Tensor, " events"] | None
@@ -28,6 +29,9 @@ class Weighing(Protocol):
 
     def views(self, events: Events) -> list[View] | None:
         """The rows of the chosen events, all by default; None where no bound can be trusted."""
+
+    def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
+        """Search every row for some of the queries; False, with nothing done, where that is not possible."""
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         """The ids that are in no view: something about them is not finite."""
@@ -62,6 +66,13 @@ class ByScore:
             return self._index.views(self._weight)
         return [View.of(shadow, chosen[shadow.numbers]) for shadow in self._shadows]
 
+    def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
+        """Search every key for some of the queries, in one pass over all of them."""
+        norms = self._index.norms(self._weight)
+        chosen, sound = self._keys(events), norms.isfinite()
+        chosen = sound if chosen is None else chosen & sound
+        return scan(found, self._index.tiles(self._weight), self._queries[queries], norms, chosen, order)
+
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         odd, chosen = torch.cat([shadow.odd for shadow in self._shadows]), self._keys(events)
         return odd if chosen is None else odd[chosen[odd]]
@@ -83,6 +94,7 @@ class ByContribution:
     def __init__(
         self,
         index: Index,
+        question: tuple[object, ...],
         by_score: ByScore,
         weight: int,
         weights: Float64[Tensor, " events"],
@@ -92,6 +104,7 @@ class ByContribution:
     ) -> None:
         self.extended, self.magnitude = not magnitude, magnitude
         self._by_score, self._combine = by_score, combine
+        self._index, self._question = index, question
         self._shadows, table = index.shadows(weight), index.table(weight)
         self._weights, self._offsets = weights, offsets
         self._keys = table.block.events if table.keys is None else table.keys
@@ -102,7 +115,11 @@ class ByContribution:
         self._places = torch.full((index.keys(weight),), -1)
 
     def views(self, events: Events) -> list[View] | None:
-        chosen = self._sound if events is None else self._sound & events
+        if events is None:
+            return self._index.remembered(self._question, lambda: self._weighted(self._sound))
+        return self._weighted(self._sound & events)
+
+    def _weighted(self, chosen: Bool[Tensor, " events"]) -> list[View] | None:
         views: list[View] = []
         for shadow in self._shadows:
             self._places.fill_(-1)
@@ -127,6 +144,9 @@ class ByContribution:
         alphas = self._by_score.odd_scores(self._keys[ids], queries)
         return self._combine(alphas.double(), ids).float()
 
+    def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
+        return False
+
     def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
         return ids, torch.arange(len(ids))
 
@@ -143,7 +163,7 @@ def by_direction(
 
     weights, offsets = (torch.where(unused, 0.0, part * along) for part in (weight_of, bias_of))
     keys = ByScore(memory, index, weight, scorer.queries)
-    return ByContribution(index, keys, weight, weights, offsets, combine, magnitude=False)
+    return ByContribution(index, index.question(weight, until, scorer), keys, weight, weights, offsets, combine, False)
 
 
 def by_norm(memory: StoredMemory, index: Index, weight: int, until: int, scorer: NormScorer) -> ByContribution:
@@ -155,4 +175,5 @@ def by_norm(memory: StoredMemory, index: Index, weight: int, until: int, scorer:
 
     weights = torch.where(weight_of == 0, 0.0, norms * weight_of.abs())
     keys = ByScore(memory, index, weight, scorer.queries)
-    return ByContribution(index, keys, weight, weights, torch.zeros_like(weights), combine, magnitude=True)
+    zeros = torch.zeros_like(weights)
+    return ByContribution(index, index.question(weight, until, scorer), keys, weight, weights, zeros, combine, True)

@@ -1,1 +1,1 @@
-"""What a spotlight found, shown: pictures in the terminal and figures as PNG files."""
+"""What a spotlight found, shown: pictures in the terminal and figures as files."""

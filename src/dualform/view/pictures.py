@@ -89,7 +89,7 @@ def show(exhibit: Exhibit, console: Console) -> None:
     top = Table.grid(padding=(0, 2))
     top.add_row(picture(exhibit.image, columns=columns, blocks=blocks), heading)
     console.print(Padding(top, (1, 0)))
-    notes = {exhibit.label: "label", exhibit.answer: "answer"}
+    notes = {exhibit.label or "": "label", exhibit.answer: "answer"}
     # Behind a bar there is room for " 100 % answer".
     beside = max(map(len, exhibit.class_names)) + 14
     for panel in exhibit.panels:
@@ -107,8 +107,7 @@ def _says(exhibit: Exhibit, panel: Panel) -> str:
 
 
 def _captioned(match: Match, columns: int, blocks: bool) -> Text:
-    caption = f"\nlabel {match.label}\nscore {match.score:,.4g}\nstep {match.step:,}"
-    return picture(match.image, columns=columns, blocks=blocks).append(caption)
+    return picture(match.image, columns=columns, blocks=blocks).append(f"\n{match.caption}")
 
 
 def _fit(image: UInt8[Tensor, "height width"], columns: int) -> UInt8[Tensor, "rows columns"]:

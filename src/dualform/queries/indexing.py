@@ -1,0 +1,26 @@
+"""Making the index of a memory now, instead of at the first question."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from dualform.memory import StoredMemory
+from dualform.queries.attend import find_map, uses_of
+from dualform.queries.index import index_of
+
+
+def build_index(memory: StoredMemory, layers: Sequence[str], progress: bool = False) -> list[str]:
+    """Make the shadows of some layers, all by default; a sentence for each weight."""
+    memory.require_events()
+    uses = uses_of(memory)
+    weights = sorted({uses[find_map(memory, layer)][0] for layer in layers or uses})
+    told: list[str] = []
+    for weight in weights:
+        start = time.monotonic()
+        shadows = index_of(memory).shadows(weight, progress)
+        rows = sum(len(shadow) for shadow in shadows)
+        size = sum(tensor.nbytes for shadow in shadows for tensor in shadow.tensors().values())
+        name = memory.manifest.weights[weight].name
+        told.append(f"{name}: {rows:,} keys indexed, {size / 1e6:,.1f} MB, {time.monotonic() - start:.1f} s")
+    return told
