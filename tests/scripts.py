@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import plain
+from dualform.memory.disk import disk
 from dualform.queries import Attention
 from plain import DIM_IN, DIM_OUT, EXAMPLES, Call, Event, History
 
@@ -32,6 +34,7 @@ COLUMNS = [
     ("position", "example"),
 ]
 KINDS = ("gauss", "ties", "zero", "relu", "fixed", "nan", "infinite", "cancel")
+FAMILIES = (("relu",), ("fixed",), ("relu", "fixed"), ("gauss", "ties", "zero"), KINDS)
 _count = itertools.count()
 _directory = tempfile.TemporaryDirectory(prefix="dualform-scripts-")
 atexit.register(_directory.cleanup)
@@ -44,14 +47,17 @@ class Script:
     seed: int
     steps: tuple[tuple[tuple[str, bool], ...], ...]
     commits: tuple[int, ...]
+    examples: int
 
     @property
     def calls(self) -> list[list[Call]]:
         generator = np.random.default_rng(self.seed)
-        return [[_call(generator, kind, with_ids) for kind, with_ids in calls] for calls in self.steps]
+        return [[_call(generator, kind, with_ids, self.examples) for kind, with_ids in calls] for calls in self.steps]
 
     def record(self) -> History:
-        return plain.recorded(new_path(), self.calls, self.commits)
+        # Not durable: a run for every example that hypothesis tries.
+        with mock.patch.object(disk, "sync"), mock.patch.object(disk, "sync_directory"):
+            return plain.recorded(new_path(), self.calls, self.commits)
 
 
 def new_path() -> Path:
@@ -72,9 +78,9 @@ def rows_of(kind: str, generator: np.random.Generator, count: int) -> Tensor:
     return plain.rows(kind, generator, count)
 
 
-def _call(generator: np.random.Generator, kind: str, with_ids: bool) -> Call:
+def _call(generator: np.random.Generator, kind: str, with_ids: bool, examples: int) -> Call:
     positions = int(generator.integers(1, 3))
-    ids = generator.integers(0, EXAMPLES - 1, generator.integers(1, 5)).tolist()
+    ids = generator.integers(0, examples, generator.integers(1, 9)).tolist()
     count = len(ids) * positions
     if kind == "fixed":
         # The same key for an example and position whenever it comes: stored once.
@@ -86,28 +92,35 @@ def _call(generator: np.random.Generator, kind: str, with_ids: bool) -> Call:
     return Call(keys, gradients, ids if with_ids else None)
 
 
-def scripts(kinds: Sequence[str] = KINDS) -> st.SearchStrategy[Script]:
-    """Runs of a few steps, whose calls are of one kind or of several."""
+def scripts(families: Sequence[Sequence[str]] = FAMILIES) -> st.SearchStrategy[Script]:
+    """Runs of a few steps, whose calls are of one kind or of several of a family."""
 
-    def build(seed: int, chosen: list[str], shape: list[int], commits: list[int], bare: int) -> Script:
+    def build(seed: int, chosen: list[str], shape: list[int], commits: list[int], bare: int, examples: int) -> Script:
         numbers = itertools.count()
         steps = tuple(
             tuple((chosen[next(numbers) % len(chosen)], step != bare) for _ in range(calls))
             for step, calls in enumerate(shape, start=1)
         )
-        return Script(seed, steps, tuple(commits))
+        return Script(seed, steps, tuple(commits), examples)
 
     return st.builds(
         build,
         st.integers(0, 2**32),
-        st.lists(st.sampled_from(kinds), min_size=1, max_size=3),
+        _some_of(families, least=1),
         st.lists(st.integers(1, 3), min_size=1, max_size=6),
         st.lists(st.integers(1, 5), max_size=3, unique=True),
         st.integers(0, 6),
+        st.sampled_from([2, 4, EXAMPLES - 1]),
     )
 
 
-def queries(kinds: Sequence[str] = KINDS) -> st.SearchStrategy[Tensor]:
+def _some_of(families: Sequence[Sequence[str]], least: int) -> st.SearchStrategy[list[str]]:
+    return st.sampled_from(families).flatmap(
+        lambda family: st.lists(st.sampled_from(family), min_size=least, max_size=5)
+    )
+
+
+def queries(families: Sequence[Sequence[str]] = FAMILIES) -> st.SearchStrategy[Tensor]:
     """Some queries, each of its own kind: some are negative, not finite or zero."""
 
     def build(seed: int, chosen: list[str]) -> Tensor:
@@ -115,7 +128,7 @@ def queries(kinds: Sequence[str] = KINDS) -> st.SearchStrategy[Tensor]:
         rows = [rows_of("gauss" if kind == "fixed" else kind, generator, 1) for kind in chosen]
         return torch.cat([torch.empty(0, DIM_IN), *rows])
 
-    return st.builds(build, st.integers(0, 2**32), st.lists(st.sampled_from(kinds), max_size=5))
+    return st.builds(build, st.integers(0, 2**32), _some_of(families, least=1))
 
 
 Narrow = tuple[str, dict[str, Any], Callable[[Event], bool]]

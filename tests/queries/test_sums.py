@@ -38,10 +38,39 @@ ORDERS = ["largest", "smallest", "absolute"]
     scripts.narrowings(),
     st.none() | st.integers(0, 6),
     st.booleans(),
-    st.sampled_from([None, 0]),
+    st.sampled_from([None, None, None, 0]),
 )
 @hypothesis.settings(max_examples=120)
 def test_totals_of_any_run_are_those_of_a_loop(
+    script: Script,
+    queries: Tensor,
+    columns: Any,
+    narrowing: list[Narrow],
+    until: int | None,
+    absolute: bool,
+    resident: int | None,
+) -> None:
+    check_totals(script, queries, columns, narrowing, until, absolute, resident)
+
+
+POSITIVE = (("relu",), ("fixed",), ("relu", "fixed"), ("relu", "relu", "relu", "gauss"))
+
+
+@hypothesis.given(
+    scripts.scripts(POSITIVE),
+    scripts.queries(POSITIVE),
+    st.sampled_from(scripts.COLUMNS),
+    scripts.narrowings(),
+    st.none() | st.integers(0, 6),
+)
+@hypothesis.settings(max_examples=60)
+def test_magnitudes_of_what_has_one_sign_are_those_of_a_loop(
+    script: Script, queries: Tensor, columns: Any, narrowing: list[Narrow], until: int | None
+) -> None:
+    check_totals(script, queries, columns, narrowing, until, absolute=True, resident=None)
+
+
+def check_totals(
     script: Script,
     queries: Tensor,
     columns: Any,
@@ -67,14 +96,14 @@ def test_totals_of_any_run_are_those_of_a_loop(
 
 
 @hypothesis.given(
-    scripts.scripts(["gauss", "ties", "zero", "relu", "fixed"]),
-    scripts.queries(["gauss", "ties", "zero", "relu"]),
+    scripts.scripts(scripts.FAMILIES[:-1]),
+    scripts.queries(scripts.FAMILIES[:-1]),
     st.sampled_from(scripts.COLUMNS),
     scripts.narrowings(),
     st.sampled_from([1, 3, 200]),
     st.sampled_from(ORDERS),
     st.booleans(),
-    st.sampled_from([None, 0]),
+    st.sampled_from([None, None, None, 0]),
 )
 @hypothesis.settings(max_examples=80)
 def test_the_best_groups_of_any_run_are_those_with_the_best_sums(
@@ -180,6 +209,17 @@ def test_the_way_that_answers(tmp_path: Path) -> None:
     assert way(many().totals(by="label")) == "events folded into a weight for each group"
     assert way(attention[:1].contributions().totals(by="label")) == scan
     assert way(many().timeline(3)) == scan
+
+
+def test_no_queries_have_no_totals(tmp_path: Path) -> None:
+    attention = attention_of(record(tmp_path / "run", *positive(4)), Q[:0], None)
+    for absolute in (False, True):
+        assert attention.totals(by="label", absolute=absolute).values.shape == (0, 4)
+        assert attention.top(2, by="label", absolute=absolute).scores.shape == (0, 2)
+        assert attention.timeline(3, absolute=absolute).values.shape == (0, 3)
+    assert attention.contributions(unit=0).totals(by="label").values.shape == (0, 4)
+    assert attention.contributions().totals(by="label").values.shape == (0, 4, 3)
+    assert attention.output().shape == (0, 3)
 
 
 def test_rows_that_were_read(tmp_path: Path) -> None:

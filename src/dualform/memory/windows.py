@@ -116,9 +116,14 @@ class _Mapping:
 
 def window(descriptor: Descriptor, begin: int, end: int) -> Bytes:
     """Bytes begin…end of a file, which must be that long, mapped until the array dies."""
-    # From the edge of a huge page to that of another: where the page cache has huge pages, they are mapped as such.
-    first = begin // HUGE * HUGE
-    return np.asarray(_Mapping(descriptor, first, -(-end // HUGE) * HUGE - first))[begin - first : end - first]
+    first, last = _edges(begin, end)
+    return np.asarray(_Mapping(descriptor, first, last - first))[begin - first : end - first]
+
+
+def _edges(begin: int, end: int) -> tuple[int, int]:
+    """From where to where a window is mapped; a wide one by huge pages, so that those of the page cache are used."""
+    size = HUGE if end - begin >= 8 * HUGE else mmap.ALLOCATIONGRANULARITY
+    return begin // size * size, -(-end // size) * size
 
 
 class Windows:
@@ -130,20 +135,22 @@ class Windows:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: dict[Hashable, Bytes] = {}
+        self._kept: dict[Hashable, tuple[Bytes, int]] = {}
         self._random = random.Random(0)
 
     def get(self, key: Hashable, descriptor: Descriptor, begin: int, end: int) -> Bytes:
         """The window of that key, mapped anew where it was not kept."""
-        found = self._kept.get(key)
-        if found is None:
-            found = window(descriptor, begin, end)
-            if end - begin <= self._most:
-                self._make_room(end - begin)
-                self._kept[key] = found
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept[0]
+        first, last = _edges(begin, end)
+        self._make_room(last - first)
+        found = window(descriptor, begin, end)
+        if last - first <= self._most:
+            self._kept[key] = found, last - first
         return found
 
     def _make_room(self, room: int) -> None:
         # Without a lock, which a forked process could inherit locked: threads may keep a window too many for a moment.
-        while (keys := list(self._kept)) and sum(map(len, list(self._kept.values()))) + room > self._most:
+        while (keys := list(self._kept)) and sum(size for _, size in list(self._kept.values())) + room > self._most:
             self._kept.pop(keys[self._random.randrange(len(keys))], None)

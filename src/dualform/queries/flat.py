@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dualform.queries.pairs import above
 from dualform.queries.score import pair_scores
-from dualform.queries.search import TILE, Found
+from dualform.queries.search import Found
 
+TILE = 1 << 19  # products that are computed at a time, few enough to stay in the cache
 MANY = 4  # times k candidates of a query, above which a better threshold pays
 RANGE = 1e36  # products up to here are far from overflow in fp32, and sums of them too
 
@@ -46,14 +47,14 @@ def scan(
         step = max(TILE // len(queries), 256)
         for at in range(0, len(keys), step):
             tile, here = keys[at : at + step], numbers[at : at + step]
-            products = tile @ asked[0][:, None] if len(asked) == 1 else tile @ asked.T
+            products = torch.mv(tile, asked[0])[:, None] if len(asked) == 1 else tile @ asked.T
             found.bounded += len(tile) * len(queries)
             ranks = products if order == "largest" else products.neg_() if order == "smallest" else products.abs_()
             if not everything:
                 ranks[~chosen[here]] = -torch.inf
             rows, which = _candidates(ranks, found, slack)
             if len(rows):
-                scores = pair_scores(tile, queries, rows, which)
+                scores = pair_scores(tile, queries, rows, which, norms[here].double())
                 exact = {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order]
                 found.add(which, here[rows], exact)
     return True

@@ -36,7 +36,7 @@ from dualform.queries.table import Table
 logger = logging.getLogger("dualform")
 Values = tuple[Float64[Tensor, "one events"], Float64[Tensor, " events"], Float64[Tensor, " events"]]
 REMEMBERED = 12  # directions whose values are at hand
-VERSION = "1"
+VERSION = "2"
 ROW_BYTES = 4 * (sum(HEADS) + 2 * len(HEADS)) + 12  # of a shadow
 BLOCK = 4096
 _NAME = re.compile(r"w(\d+)-(\d+)-(\d+)\.safetensors")
@@ -87,6 +87,8 @@ class Index:
         with self._lock:
             if weight not in self._hot:
                 self._hot[weight] = HotKeys(self._memory, weight)
+                for shadow in self.shadows(weight):
+                    self._hot[weight].hold(shadow.numbers[: len(shadow.front)], shadow.front)
             return self._hot[weight]
 
     def shadows(self, weight: int, progress: bool = False) -> list[Shadow]:
@@ -136,7 +138,8 @@ class Index:
     def tiles(self, weight: int) -> Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]:
         """Every stored key with its number, a segment's at a time as far as they may be resident."""
         for file, record in self._memory.segments:
-            rows = max(self._memory.resident // 16 // (8 * self._memory.manifest.weights[weight].dim_in), BLOCK)
+            wide = 8 * self._memory.manifest.weights[weight].dim_in
+            rows = max(self._memory.resident // 16 // wide, min(BLOCK, self._memory.block_rows(weight)))
             for at in range(0, record.keys[weight], rows):
                 keys = file.read(f"w{weight}/keys", at, min(at + rows, record.keys[weight]))
                 yield torch.arange(at, at + len(keys)) + record.first_keys[weight], keys
@@ -222,7 +225,7 @@ class Index:
         shadow = self._kept(
             self._path(weight, span),
             self._fingerprint(weight, span),
-            lambda: build(lambda: self._keys(weight, span, progress), rows, dim_in),
+            lambda: build(lambda: self._keys(weight, span, progress), rows, dim_in, self._memory.resident // 16),
         )
         for old in self._stored(weight):
             if old != span and span.start <= old.start and old.stop <= span.stop:
@@ -253,9 +256,10 @@ class Index:
         """The stored keys of some segments with their numbers."""
         name = self._memory.manifest.weights[weight].name
         chosen = list(self._memory.segments)[span.start : span.stop]
+        rows = min(BLOCK, self._memory.block_rows(weight))
         for file, record in tqdm(chosen, f"indexing {name}", unit="segment", disable=not progress, leave=False):
-            for at in range(0, record.keys[weight], BLOCK):
-                keys = file.read(f"w{weight}/keys", at, min(at + BLOCK, record.keys[weight]))
+            for at in range(0, record.keys[weight], rows):
+                keys = file.read(f"w{weight}/keys", at, min(at + rows, record.keys[weight]))
                 yield torch.arange(at, at + len(keys)) + record.first_keys[weight], keys
 
 
@@ -288,25 +292,28 @@ class HotKeys:
         with self._lock:
             slots = self._slots[numbers]
             missing = numbers[slots < 0].unique()
-            if len(missing) == 0:
-                return self._keys, slots.long(), self._norms
-            keys = self._read(missing)
-            norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
-            if self._filled + len(missing) > len(self._keys) or keys.dtype != self._keys.dtype:
-                # All anew, in other memory: other threads may still be reading what was handed out.
-                self._slots.fill_(-1)
-                self._keys = torch.empty(self._room, keys.shape[1], dtype=keys.dtype)
-                self._norms = torch.empty(self._room, dtype=torch.float64)
-                self._filled = 0
-                if len(numbers) > len(missing) or len(missing) > self._room // 2:
-                    some, place = numbers.unique(return_inverse=True)
-                    keys = self._read(some)
-                    return keys, place, torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
-            at = torch.arange(self._filled, self._filled + len(missing))
-            self._keys[at], self._norms[at] = keys, norms
-            self._slots[missing] = at.int()
-            self._filled += len(missing)
+            if len(missing) and not self.hold(missing, self._read(missing)):
+                some, place = numbers.unique(return_inverse=True)
+                keys = self._read(some)
+                return keys, place, torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
             return self._keys, self._slots[numbers].long(), self._norms
+
+    def hold(self, numbers: Int64[Tensor, " keys"], keys: Float[Tensor, "keys dim_in"]) -> bool:
+        """Keep some keys at hand; False where there was no room for them beside the others, which then go."""
+        if self._filled + len(keys) > len(self._keys) or keys.dtype != self._keys.dtype:
+            # All anew, in other memory: other threads may still be reading what was handed out.
+            full = self._filled > 0
+            self._slots.fill_(-1)
+            self._keys = torch.empty(self._room, keys.shape[1], dtype=keys.dtype)
+            self._norms = torch.empty(self._room, dtype=torch.float64)
+            self._filled = 0
+            if full or len(keys) > self._room // 2:
+                return False
+        at = torch.arange(self._filled, self._filled + len(keys))
+        self._keys[at], self._norms[at] = keys, torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+        self._slots[numbers] = at.int()
+        self._filled += len(keys)
+        return True
 
     def _read(self, numbers: Int64[Tensor, " keys"]) -> Float[Tensor, "keys dim_in"]:
         memory = self._owner()

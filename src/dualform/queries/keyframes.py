@@ -30,7 +30,7 @@ from dualform.queries.values import fold
 
 logger = logging.getLogger("dualform")
 OPERATIONS = 3e10  # multiplications and additions between two keyframes: about half a second
-REMEMBERED = 4  # keyframes that stay in memory
+REMEMBERED = 4  # keyframes that stay in memory, as far as they are small
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class State:
     step: int
     weights: dict[str, Float64[Tensor, "..."]]
     velocities: dict[str, Float64[Tensor, "..."]]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory."""
+        return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.velocities.values()))
 
 
 class Keyframes:
@@ -90,7 +95,8 @@ class Keyframes:
     def _remember(self, state: State) -> State:
         self._remembered.pop(state.step, None)
         self._remembered[state.step] = state
-        while len(self._remembered) > REMEMBERED:
+        most = min(REMEMBERED, max(self._memory.resident // 8 // max(state.bytes, 1), 1))
+        while len(self._remembered) > most:
             self._remembered.pop(next(iter(self._remembered)))
         return state
 

@@ -175,10 +175,13 @@ class FoldSums:
         assert block.gradients is not None
         keys, gradients = block.keys.double(), block.gradients.double()
         values = gradients * weight[:, None]
-        order = codes.argsort(stable=True)
-        found, counts = codes[order].unique_consecutive(return_counts=True)
-        for code, chosen in zip(found.tolist(), order.split(counts.tolist()), strict=True):
-            self.weights[code].addmm_(values[chosen].T, keys[chosen])
+        if len(self.weights) == 1:
+            self.weights[0].addmm_(values.T, keys)
+        else:
+            order = codes.argsort(stable=True)
+            found, counts = codes[order].unique_consecutive(return_counts=True)
+            for code, chosen in zip(found.tolist(), order.split(counts.tolist()), strict=True):
+                self.weights[code].addmm_(values[chosen].T, keys[chosen])
         self.biases.index_add_(0, codes, gradients * bias[:, None])
 
     def merge(self, other: FoldSums) -> None:

@@ -55,7 +55,9 @@ def _folded(focus: Focus) -> Plan[Tensor] | None:
             return answer(_attended(focus, None))
         if not focus.selection:
             known[asked] = folded
-            while len(known) > 1 and sum(one.weights.nbytes for one in known.values()) > focus.memory.resident // 8:
+            while (
+                len(known) > 1 and sum(one.weights.nbytes for one in list(known.values())) > focus.memory.resident // 8
+            ):
                 known.pop(next(iter(known)))
         return focus.queries.double() @ folded.weights[0].T + folded.biases[0]
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-MANY = 4096  # pairs, or bounds over 64, for which the compiled loop pays
+MANY = 1 << 18  # numbers for which a compiled loop pays
 CHUNK = 1 << 22  # numbers that the uncompiled way holds at a time
 
 
@@ -32,7 +32,7 @@ def above(
     bounds: Float[Tensor, "rows queries"], thresholds: Float[Tensor, " queries"]
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
     """The rows and queries whose bound is not below the query's threshold."""
-    fast = _compiled() if bounds.shape[1] > 1 and bounds.numel() >= 64 * MANY else None
+    fast = _compiled() if bounds.shape[1] > 1 and bounds.numel() >= MANY else None
     if fast is None:
         rows, queries = (bounds >= thresholds).nonzero(as_tuple=True)
         return rows, queries
@@ -47,7 +47,7 @@ def pair_products(
     at_query: Int64[Tensor, " pairs"],
 ) -> Float64[Tensor, " pairs"]:
     """The product of some rows with some queries, in fp64."""
-    fast = _compiled() if len(at_row) >= MANY else None
+    fast = _compiled() if len(at_row) * rows.shape[1] >= MANY else None
     if fast is not None and _plain(rows) and _plain(queries):
         result: np.ndarray[Any, Any] = fast.products(rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy())
         return torch.from_numpy(result)
@@ -63,6 +63,8 @@ def pair_products(
 
 def by_query(at_query: Int64[Tensor, " pairs"], values: Float[Tensor, " pairs"]) -> Int64[Tensor, " pairs"]:
     """The order of pairs by query, and then by descending value as far as fp32 tells them apart."""
+    if not bool(at_query.any()):
+        return values.argsort(descending=True)
     bits = values.float().view(torch.int32)
     # As whole numbers the bits of floats are in order; of negative ones, in reverse.
     rank = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()

@@ -247,27 +247,26 @@ def _scanned(focus: Focus, scorer: Scorer, grouping: Grouping, absolute: bool, t
 def vector_totals(focus: Focus, scorer: NormScorer, grouping: Grouping) -> Plan[Totals]:
     """What each group adds to the output: by folding the events of each into a weight, or by a scan."""
     dim_out, dim_in, groups = focus.record.dim_out, focus.record.dim_in, len(grouping.groups)
-    scan = VectorSums(scorer, grouping, dim_out)
-
-    def summed(values: Float64[Tensor, "queries groups dim_out"], way: str, rows: int) -> Totals:
-        return Totals(grouping.groups, values, Explanation(way, rows))
-
-    scanned = Plan(Totals, focus, (scan,), lambda rows: summed(scan.sums, SCAN, rows))
     events, queries = focus.memory.manifest.events(focus.weight), len(focus.queries)
-    costs = (events + queries * groups) * dim_in * dim_out
+    folding = (events + queries * groups) * dim_in * dim_out
     fits = 8 * groups * dim_out * dim_in <= focus.memory.resident // 4
-    if not fits or costs >= events * queries * (dim_in + dim_out):
-        return scanned
+    if not fits or folding >= events * queries * (dim_in + dim_out):
+        return _scanned_vectors(focus, scorer, grouping)
     folded = FoldSums(grouping, scorer.coefficients, dim_out, dim_in)
 
     def finish(rows: int) -> Totals:
         if not finite(*folded.result(), focus.queries):
-            return answer(scanned)
+            return answer(_scanned_vectors(focus, scorer, grouping))
         flat = focus.queries.double() @ folded.weights.reshape(groups * dim_out, dim_in).T
         values = flat.reshape(queries, groups, dim_out) + folded.biases
-        return summed(values, "events folded into a weight for each group", rows)
+        return Totals(grouping.groups, values, Explanation("events folded into a weight for each group", rows))
 
     return Plan(Totals, focus, (folded,), finish)
+
+
+def _scanned_vectors(focus: Focus, scorer: NormScorer, grouping: Grouping) -> Plan[Totals]:
+    reducer = VectorSums(scorer, grouping, focus.record.dim_out)
+    return Plan(Totals, focus, (reducer,), lambda rows: Totals(grouping.groups, reducer.sums, Explanation(SCAN, rows)))
 
 
 def finite(*tensors: Tensor) -> bool:

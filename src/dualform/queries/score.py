@@ -60,7 +60,7 @@ def pair_scores(
     at_query: Int64[Tensor, " pairs"],
     key_norms: Float64[Tensor, " events"] | None = None,
 ) -> Float32[Tensor, " pairs"]:
-    """The same scores, of some pairs only; keys and queries are finite."""
+    """The same scores, of some pairs only; keys and queries are finite, and `key_norms` not below the keys' norms."""
     near = pair_products(keys, queries, at_key, at_query) + 0.0
     if key_norms is None:
         key_norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)

@@ -18,9 +18,10 @@ from torch import Tensor
 from dualform.queries.pairs import above, by_query, pair_products
 from dualform.queries.shadow import HEADS, TINY, Shadow, query_rows, widened
 
-TILE = 1 << 19  # bounds that are computed at a time, few enough to stay in the cache
+TILE = 1 << 19  # bounds that are computed at a time
 SEED = 512  # rows that give the first thresholds
 FINE = HEADS[1] + 2
+FEW = 64  # pairs that are scored at once
 FREE = 1 << 21  # numbers of a scan that are not worth a thought
 LARGEST = 3.4028235677973366e38  # what fp32 rounds to infinity from here on
 
@@ -124,8 +125,9 @@ class Found:
         `fresh` says that none of them was taken in before.
         """
         self.scored += len(scores)
-        at_query = torch.cat([self.at_query, at_query])
-        ids, scores = torch.cat([self.ids, ids]), torch.cat([self.scores, scores])
+        if len(self.ids):
+            at_query = torch.cat([self.at_query, at_query])
+            ids, scores = torch.cat([self.ids, ids]), torch.cat([self.scores, scores])
         if fresh and scores.dtype == torch.float32:
             order = by_query(at_query, scores)
             self.at_query, self.ids, self.scores = at_query[order], ids[order], scores[order]
@@ -231,11 +233,16 @@ class Search:
         rows: list[Tensor] = []
         queries: list[Tensor] = []
         start, end, left, bounded = 0, int(reach[0]), 0, 0
+        buffer = torch.empty(max(TILE, 256 * len(order)))  # one for all tiles, so that it stays in the cache
         while start < end:
             active = int((reach > start).sum())
             stop = min(start + max(TILE // active, 256), end)
             tile = view.heads(0, slice(start, stop))
-            bounds = tile @ coarse[0][:, None] if active == 1 else tile @ coarse[:active].T
+            bounds = buffer[: len(tile) * active].view(len(tile), active)
+            if active == 1:
+                torch.mv(tile, coarse[0], out=bounds[:, 0])
+            else:
+                torch.mm(tile, coarse[:active].T, out=bounds)
             at_row, at_query = above(bounds, thresholds[:active])
             rows.append(at_row + start)
             queries.append(at_query)
@@ -258,6 +265,8 @@ class Search:
 
     def _rescore(self, view: View, at_row: Tensor, at_query: Tensor, bounds: Tensor, exact: Exact) -> None:
         """Score what is left exactly: first the best bounds of every query, then what these do not rule out."""
+        if len(at_row) <= FEW:
+            return self._score(view, at_row, at_query, exact)
         order = by_query(at_query, bounds)
         at_row, at_query, bounds = at_row[order], at_query[order], bounds[order]
         counts = torch.bincount(at_query, minlength=self.found.queries)

@@ -18,6 +18,7 @@ from torch import Tensor
 HEADS = (30, 126)  # columns of x H, from coarse to fine; with the tail and the norm 32 and 128 in all
 SLACK = 1e-4
 SAMPLE = 4096
+FRONT = 4096  # first rows of which the whole key is kept too: most of what is scored exactly is among them
 WIDE = 1024  # columns beyond which not all eigenvectors are computed
 TINY = 1e-30  # more than what underflow can lose where nothing is above 1
 
@@ -28,7 +29,7 @@ Rows = Callable[[], Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows d
 class Shadow:
     """The shadow of some keys, in descending order of their norms; `numbers` says which key a row is.
 
-    A row of `heads` is [x H | ‖x_tail‖ | ‖x‖], all over `scale`. `odd` are the keys that hold NaN or infinity, or whose
+    A row of `heads` is [x H | ‖x_tail‖ | ‖x‖], all over `scale`; `front` has the first keys whole. `odd` are the keys that hold NaN or infinity, or whose
     norm is too large: they are in no order.
     """
 
@@ -37,6 +38,7 @@ class Shadow:
     numbers: Int64[Tensor, " rows"]
     norms: Float32[Tensor, " rows"]
     heads: tuple[Float32[Tensor, "rows coarse"], Float32[Tensor, "rows fine"]]
+    front: Float[Tensor, "front dim_in"]
     odd: Int64[Tensor, " odd"]
 
     def __len__(self) -> int:
@@ -48,7 +50,7 @@ class Shadow:
         scale = torch.tensor([self.scale], dtype=torch.float64)
         return {
             "scale": scale, "basis": self.basis, "numbers": self.numbers, "norms": self.norms,
-            "coarse": coarse, "fine": fine, "odd": self.odd,
+            "coarse": coarse, "fine": fine, "front": self.front, "odd": self.odd,
         }  # fmt: skip
 
     @classmethod
@@ -56,44 +58,53 @@ class Shadow:
         """A shadow as it was stored."""
         heads = (read("coarse"), read("fine"))
         scale = float(read("scale")[0])
-        return cls(scale, read("basis"), read("numbers"), read("norms"), heads, read("odd"))
+        return cls(scale, read("basis"), read("numbers"), read("norms"), heads, read("front"), read("odd"))
 
 
-def build(rows: Rows, count: int, dim_in: int) -> Shadow:
+def build(rows: Rows, count: int, dim_in: int, room: int = 1 << 26) -> Shadow:
     """The shadow of `count` keys, which `rows` gives with their numbers, block by block, as often as it is called.
 
-    Two passes: one for the norms and a sample, one for the heads.
+    Two passes: one for the norms and a sample of at most `room` bytes, one for the heads.
     """
     numbers = torch.empty(count, dtype=torch.int64)
     norms = torch.empty(count, dtype=torch.float64)
-    sample: list[Tensor] = []
-    stride, at = max(count // SAMPLE, 1), 0
+    stride, at = max(count // SAMPLE, 8 * dim_in * count // room, 1), 0
+    # Made at once: small pieces between the blocks' own large ones would leave holes that nothing fits into.
+    sample = torch.empty(len(range(0, count, stride)), dim_in, dtype=torch.float64)
     for found, keys in rows():
         numbers[at : at + len(keys)] = found
         norms[at : at + len(keys)] = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
-        sample.append(keys[-at % stride :: stride].double())
+        chosen = keys[-at % stride :: stride]
+        sample[-(-at // stride) :][: len(chosen)] = chosen
         at += len(keys)
     sound = norms.isfinite()
     odd = numbers[~sound]
     scale = _scale(float(norms[sound].max()) if bool(sound.any()) else 0.0)
-    basis = _basis(torch.cat([torch.empty(0, dim_in, dtype=torch.float64), *sample]), scale, dim_in)
+    basis = _basis(sample, scale, dim_in)
+    del sample
     order = torch.argsort(norms.where(sound, -1.0), descending=True, stable=True)[: int(sound.sum())]
     place = torch.full((count,), -1, dtype=torch.int64)
     place[order] = torch.arange(len(order))
     widths = [min(head, basis.shape[1]) for head in HEADS]
     coarse, fine = (torch.empty(len(order), width + 2) for width in widths)
-    at = 0
+    front, at = torch.empty(0, dim_in), 0
     for _, keys in rows():
+        if at == 0:
+            front = torch.empty(min(FRONT, len(order), room // (8 * dim_in)), dim_in, dtype=keys.dtype)
+        elif keys.dtype != front.dtype:
+            front = front[:0]  # of different precision
         to = place[at : at + len(keys)]
         at += len(keys)
         keys, to = (keys, to) if bool((to >= 0).all()) else (keys[to >= 0], to[to >= 0])
+        first = to < len(front)
+        front[to[first]] = keys[first].to(front.dtype)
         scaled = keys.double() / scale
         head = scaled @ basis
         size = torch.linalg.vector_norm(scaled, dim=1)
         for heads, width in zip((coarse, fine), widths, strict=True):
             heads[to] = _row(head[:, :width], size)
     largest = widened(norms[order] / scale)
-    return Shadow(scale, basis, numbers[order], largest, (coarse, fine), odd)
+    return Shadow(scale, basis, numbers[order], largest, (coarse, fine), front, odd)
 
 
 def _row(head: Float64[Tensor, "rows head"], size: Float64[Tensor, " rows"]) -> Float32[Tensor, "rows width"]:

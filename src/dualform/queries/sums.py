@@ -136,9 +136,12 @@ def _brought_up_to_date(memory: StoredMemory, weight: int) -> ExampleSums:
     if kept is not None and covered == len(memory.manifest.segments):
         return kept
     made = _extended(memory, weight, kept, covered)
-    if _key_bytes(memory, weight) >= SMALL:
-        _keep(memory, weight, made)
-    return made
+    if _key_bytes(memory, weight) < SMALL:
+        return made
+    _keep(memory, weight, made)
+    # From the file, whose pages the system can take back.
+    kept, covered = _read(memory, weight)
+    return made if kept is None or covered < len(memory.manifest.segments) else kept
 
 
 def _extended(memory: StoredMemory, weight: int, kept: ExampleSums | None, covered: int) -> ExampleSums:
@@ -168,7 +171,8 @@ def _extended(memory: StoredMemory, weight: int, kept: ExampleSums | None, cover
             nonnegative = nonnegative and bool((block.keys.amin() >= 0) & (block.keys.amax() < torch.inf))
         sums.index_add_(0, several.groups, several.sums)
         counts += inside
-    return ExampleSums(sums, counts, bool(sums.isfinite().all()), nonnegative)
+    finite = bool(sums.amin().isfinite() & sums.amax().isfinite())
+    return ExampleSums(sums, counts, finite, nonnegative)
 
 
 def _marks(memory: StoredMemory) -> list[str]:
