@@ -29,8 +29,8 @@ Rows = Callable[[], Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows d
 class Shadow:
     """The shadow of some keys, in descending order of their norms; `numbers` says which key a row is.
 
-    A row of `heads` is [x H | ‖x_tail‖ | ‖x‖], all over `scale`; `front` has the first keys whole. `odd` are the keys that hold NaN or infinity, or whose
-    norm is too large: they are in no order.
+    A row of `heads` is [x H | ‖x_tail‖ | ‖x‖], all over `scale`; `front` has the first keys whole. `odd` are the keys
+    that hold NaN or infinity, or whose norm is too large: they are in no order.
     """
 
     scale: float
