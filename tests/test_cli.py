@@ -179,3 +179,26 @@ def test_a_missing_extra_gives_the_command_to_type(module: str, extra: str) -> N
     assert done.returncode == 2
     assert f"pip install 'dualform[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_index_builds_what_a_second_call_finds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("index", run) == 0
+    text = capsys.readouterr().out
+    assert "0.weight: 32 keys indexed" in text
+    assert "2.weight: 32 keys indexed" in text
+    files = {file: file.stat().st_mtime_ns for file in (run / "derived/shadow").iterdir()}
+    assert len(files) == 2
+    assert call("index", run, "--layer", "2") == 0
+    assert capsys.readouterr().out.startswith("2.weight: 32 keys indexed")
+    assert {file: file.stat().st_mtime_ns for file in (run / "derived/shadow").iterdir()} == files
+    assert call("index", run, "--layer", "nothing") == 2
+    assert "not recorded" in capsys.readouterr().err
+
+
+def test_bench_compares_the_answers_with_a_scan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("bench", run, "--top", "3", "--queries", "1", "5", "--rounds", "2") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert [row[:2] for row in rows] == [["0", "1"], ["0", "5"], ["2", "1"], ["2", "5"]]
+    assert all(row[5] == "100.0%" for row in rows)
+    assert call("bench", run, "--top", "99") == 2
+    assert "fewer than the top 99" in capsys.readouterr().err
