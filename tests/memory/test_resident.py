@@ -1,10 +1,12 @@
 """Questions to a memory that is larger than they may take: nothing of it is ever loaded, or mapped, as a whole."""
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import dualform
-from dualform.errors import BadCall
+from dualform.errors import BadCall, DamagedMemory
+from dualform.memory import mapped, windows, writer
+from dualform.memory.files import CHUNK, FileRecord, write_tensors
+from dualform.memory.mapped import TensorFile
+from dualform.memory.windows import Windows
 from small import run
 
 DIM_IN, DIM_OUT, ROWS, STEPS = 4096, 16, 2048, 21  # 0.7 GB
@@ -110,3 +116,104 @@ def test_blocks_are_smaller_where_rows_are_wide(tmp_path: Path) -> None:
         blocks = list(narrow.blocks(0, 2, rows=rows))
         assert all(len(block) <= rows for block in blocks)
         assert torch.cat([block.keys for block in blocks]).equal(whole)
+
+
+def a_file(root: Path, rows: int = 300, width: int = 7000) -> tuple[FileRecord, torch.Tensor]:
+    tensor = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    return write_tensors(root, "a.safetensors", {"x": [tensor], "y": [torch.arange(3)]}), tensor
+
+
+@pytest.mark.parametrize("kept", [None, Windows(1 << 30), Windows(3 << 20)])
+@pytest.mark.parametrize("most", [1 << 15, 1 << 20, 1 << 30])
+def test_rows_in_any_order(kept: Windows | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, tensor = a_file(tmp_path)
+    monkeypatch.setattr(mapped, "WINDOW", most)
+    file = TensorFile(tmp_path, record, windows=kept)
+    generator = torch.Generator().manual_seed(1)
+    for few in (0, 300):  # one by one, or out of windows
+        monkeypatch.setattr(mapped, "FEW", few)
+        for rows in (
+            [],
+            [299],
+            [5, 6, 7],
+            [7, 6, 5, 5],
+            list(range(300)),
+            torch.randint(300, (500,), generator=generator),
+        ):
+            chosen = torch.as_tensor(rows, dtype=torch.int64)
+            assert file.gather("x", chosen).equal(tensor[chosen])
+        for outside in (-1, 300):
+            with pytest.raises(IndexError):
+                file.gather("x", torch.tensor([0, outside]))
+    for start, stop in ((0, 300), (1, 2), (17, 290), (200, 900)):
+        assert file.read("x", start, stop).equal(tensor[start:stop])
+
+
+@pytest.mark.parametrize("few", [0, 300])
+def test_damage_inside_a_wide_row_is_found(few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, tensor = a_file(tmp_path, rows=3, width=1 << 20)  # a row has four chunks of its own
+    monkeypatch.setattr(mapped, "FEW", few)
+    content = bytearray((tmp_path / "a.safetensors").read_bytes())
+    content[6 * CHUNK + 9] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(content)
+    file = TensorFile(tmp_path, record)
+    for row in (0, 2):
+        assert file.gather("x", torch.tensor([row])).equal(tensor[[row]])
+    with pytest.raises(DamagedMemory, match=r"bytes 6,291,456 to 7,340,032"):
+        file.gather("x", torch.tensor([2, 1]))
+
+
+@pytest.mark.parametrize("kept", [None, Windows(1 << 30)])
+def test_a_file_that_changes_while_it_is_open_is_told(kept: Windows | None, tmp_path: Path) -> None:
+    record, tensor = a_file(tmp_path)
+    path = tmp_path / "a.safetensors"
+    content = path.read_bytes()
+    file = TensorFile(tmp_path, record, windows=kept)
+    assert file.read("x").equal(tensor)
+    with path.open("r+b") as other:
+        other.seek(5_000_000)
+        other.write(b"changed")
+    with pytest.raises(DamagedMemory, match="bytes 4,194,304 to 5,242,880"):
+        file.read("x")
+    os.truncate(path, 6_000_000)
+    for ask in (lambda: file.read("x"), lambda: file.gather("x", torch.tensor([1])), lambda: file.read("y")):
+        with pytest.raises(DamagedMemory, match="truncated or was edited.* and has 6,000,000"):
+            ask()
+    path.write_bytes(content)
+    assert file.read("x").equal(tensor)
+
+
+def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(windows.descriptors, "_most", 3)
+    _, memory = run(tmp_path / "run", steps=8)
+    truth = [block.keys.clone() for block in memory.blocks(0, 8)]
+    assert len(truth) == 8
+    assert len(windows.descriptors._kept) == 3
+
+    def read(_: int) -> bool:
+        blocks = [block.keys for block in memory.blocks(0, 8)]
+        return all(map(torch.equal, blocks, truth))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(read, range(200)))
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    shutil.rmtree(tmp_path / "run" / "segments")
+    with pytest.raises(DamagedMemory, match="r000-000000.safetensors is missing"):
+        list(memory.blocks(0, 8))
+    del memory
+    gc.collect()
+    if before:
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before - 3
+
+
+def test_little_stays_mapped(tmp_path: Path) -> None:
+    record, tensor = a_file(tmp_path)
+    kept = Windows(3 << 20)
+    file = TensorFile(tmp_path, record, windows=kept)
+    for _ in range(2):
+        for at in range(0, 300, 20):
+            assert file.read("x", at, at + 20).equal(tensor[at : at + 20])
+            assert sum(size for _, size in kept._kept.values()) <= 3 << 20
+    assert kept._kept
+    assert file.read("x").equal(tensor)

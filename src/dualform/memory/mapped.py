@@ -81,7 +81,7 @@ class TensorFile:
         self.metadata: dict[str, str] = {}
         self._entries: dict[str, Entry] = {}
         self._start = 0
-        weakref.finalize(self, descriptors.drop, id(self)).atexit = False
+        weakref.finalize(self, descriptors.drop, id(self), self._name).atexit = False
         self._open()
 
     def _open(self) -> Descriptor:
@@ -109,10 +109,12 @@ class TensorFile:
         self.metadata, self._entries, self._start = self._header(descriptor)
 
     def _header(self, descriptor: Descriptor) -> tuple[dict[str, str], dict[str, Entry], int]:
-        start = 8 + int.from_bytes(bytes(self._bytes(descriptor, 0, 8)), "little")
+        self._check_chunks(descriptor, self._untouched(0, 8))
+        start = 8 + int.from_bytes(copied(descriptor, 0, 8).tobytes(), "little")
         if start > self._size:
             raise DamagedMemory(f"{self.path} is damaged: its header is longer than the file.")
-        text = bytes(self._bytes(descriptor, 8, start))
+        self._check_chunks(descriptor, self._untouched(8, start))
+        text = copied(descriptor, 8, start).tobytes()
         try:
             header = json.loads(text)
             metadata = header.pop("__metadata__", {})

@@ -54,28 +54,30 @@ class Descriptors:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: OrderedDict[int, Descriptor] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, str], Descriptor] = OrderedDict()
 
     def get(self, owner: int, path: str) -> Descriptor:
         """The descriptor of an owner, opened anew where it was not kept."""
-        found = self._kept.get(owner)
+        key = owner, path
+        found = self._kept.get(key)
         if found is None:
-            found = self._kept[owner] = Descriptor(path)
+            found = self._kept[key] = Descriptor(path)
         try:
-            self._kept.move_to_end(owner)
+            self._kept.move_to_end(key)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         except KeyError:
             pass  # another thread has dropped it
         return found
 
-    def drop(self, owner: int) -> None:
+    def drop(self, owner: int, path: str) -> None:
         """Close the file of an owner that is gone."""
-        self._kept.pop(owner, None)
+        self._kept.pop((owner, path), None)
 
 
-# A quarter of what a process may have: the rest is the user's own.
-descriptors = Descriptors(min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+# At most a quarter of what a process may have: the rest is the user's own. No limit is told as a negative one.
+_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+descriptors = Descriptors(min(256, _allowed // 4) if _allowed > 0 else 256)
 
 
 def fill(descriptor: Descriptor, data: Bytes, begin: int) -> None:
@@ -137,6 +139,9 @@ class Windows:
         self._most = most
         self._kept: dict[Hashable, tuple[Bytes, int]] = {}
         self._random = random.Random(0)
+
+    def __reduce__(self) -> tuple[type[Windows], tuple[int]]:
+        return Windows, (self._most,)  # in another process all is mapped anew
 
     def get(self, key: Hashable, descriptor: Descriptor, begin: int, end: int) -> Bytes:
         """The window of that key, mapped anew where it was not kept."""
