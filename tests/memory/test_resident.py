@@ -197,11 +197,11 @@ def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(read, range(200)))
-    assert len(open_below(tmp_path)) <= 3
+    assert len(open_below(tmp_path)) <= 4
     shutil.rmtree(tmp_path / "run" / "segments")
     with pytest.raises(DamagedMemory, match="r000-000000.safetensors is missing"):
         list(memory.blocks(0, 8))
-    assert len(open_below(tmp_path)) <= 3
+    assert len(open_below(tmp_path)) <= 4
 
 
 def open_below(folder: Path) -> list[str]:
