@@ -9,13 +9,16 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
+from dualform.queries.found import Found
 from dualform.queries.index import Index, index_of
-from dualform.queries.reducers import NOTHING, Top, rank_keys
+from dualform.queries.pairs import in_order, ranks
+from dualform.queries.reducers import NOTHING, Top
 from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
-from dualform.queries.search import Found, Search, View
+from dualform.queries.search import Search
 from dualform.queries.selection import Grouping, Selection
 from dualform.queries.table import BYTES, Table
+from dualform.queries.views import View
 from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
 
 FEW = 4096  # keys below which a plain scan is as good
@@ -215,9 +218,11 @@ def _picked(
     order: str,
 ) -> Best:
     """The events behind what was found, in order: score, then event."""
-    ids, at_query = found.ids, found.at_query
-    scores = weighing.scores(ids, which[at_query]) if order == "absolute" else found.scores
-    scores = -scores if order == "smallest" else scores
+    at_query, ids, scores = found.pairs()
+    if order == "absolute":
+        scores = weighing.scores(ids, which[at_query])
+    elif order == "smallest":
+        scores = -scores
     if len(odd):
         ids = torch.cat([ids, odd.repeat(len(which))])
         at_query = torch.cat([at_query, torch.arange(len(which)).repeat_interleave(len(odd))])
@@ -228,17 +233,17 @@ def _picked(
         kept = chosen[events]
         events, at_query, scores = events[kept], at_query[kept], scores[kept]
     nan = int(scores.isnan().sum())
-    by = events.argsort()
-    by = by[rank_keys(scores[by], order).argsort(descending=True, stable=True)]
-    by = by[at_query[by].argsort(stable=True)]
-    by = by[~scores[by].isnan()]
-    events, at_query, scores = events[by], at_query[by], scores[by]
-    counts = torch.bincount(at_query, minlength=len(which))
-    rank = torch.arange(len(events)) - (counts.cumsum(0) - counts)[at_query]
-    best = rank < found.k
-    events, at_query, rank = events[best], at_query[best], rank[best]
+    if nan:
+        kept = ~scores.isnan()
+        events, at_query, scores = events[kept], at_query[kept], scores[kept]
+    by = in_order(at_query, {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order], events)
+    again = (at_query[by].diff() == 0) & (events[by].diff() == 0)
+    by = by[torch.nn.functional.pad(~again, (1, 0), value=True)]
+    rank = ranks(at_query[by], len(which))
+    best = by[rank < found.k]
+    events, at_query, rank, scores = events[best], at_query[best], rank[rank < found.k], scores[best]
     result = torch.full((len(which), found.k), torch.nan)
-    result[at_query, rank] = scores[best]
+    result[at_query, rank] = scores
     numbers = torch.full((len(which), found.k, len(Top.FIELDS)), NOTHING)
     block = table.block
     for at, column in enumerate((block.events, block.examples, block.steps, block.positions, block.uses)):

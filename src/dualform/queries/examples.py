@@ -11,12 +11,14 @@ from torch import Tensor
 from dualform.queries import best
 from dualform.queries.best import AT_ONCE, tame
 from dualform.queries.focus import Focus
+from dualform.queries.found import Found
 from dualform.queries.index import index_of
-from dualform.queries.pairs import pair_products
+from dualform.queries.pairs import pair_products, ranks
 from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, Scorer
-from dualform.queries.search import Found, Search, View
+from dualform.queries.search import Search
 from dualform.queries.sums import ExampleSums, example_sums
+from dualform.queries.views import View
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ def _search(found: Found, view: View, sums: ExampleSums, queries: Tensor, order:
 
 
 def _sorted(found: Found, sums: ExampleSums, queries: Tensor, order: str) -> BestExamples:
-    """What was found, in order: score, then example; found is sorted by query, score and id already."""
-    counts = torch.bincount(found.at_query, minlength=found.queries)
-    rank = torch.arange(len(found.ids)) - (counts.cumsum(0) - counts)[found.at_query]
+    """What was found, in order: score, then example."""
+    found.settle()
+    at, ids, scores = found.pairs()
+    rank = ranks(at, found.queries)
     first = rank < found.k
-    at, rank, ids = found.at_query[first], rank[first], found.ids[first]
-    scores = found.scores[first].double()
+    at, rank, ids, scores = at[first], rank[first], ids[first], scores[first].double()
     if order == "absolute":
         scores = _exact(sums, queries, ids, at)
     elif order == "smallest":

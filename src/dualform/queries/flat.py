@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
+from dualform.queries.found import Found
 from dualform.queries.pairs import above
 from dualform.queries.score import pair_scores
-from dualform.queries.search import Found
 
 TILE = 1 << 19  # products that are computed at a time, few enough to stay in the cache
 MANY = 4  # times k candidates of a query, above which a better threshold pays
@@ -56,7 +56,9 @@ def scan(
             if len(rows):
                 scores = pair_scores(tile, queries, rows, which, norms[here].double())
                 exact = {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order]
+                found.scored += len(scores)
                 found.add(which, here[rows], exact)
+                found.settle()
     return True
 
 
@@ -64,11 +66,11 @@ def _candidates(
     ranks: Float[Tensor, "rows queries"], found: Found, slack: Float64[Tensor, " queries"]
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
     """The pairs whose exact score may reach the threshold: that of what was found, or of this tile."""
-    rows, which = above(ranks, _not_above(found.thresholds.double() - slack, ranks.dtype))
+    rows, which = above(ranks, _not_above(found.thresholds - slack, ranks.dtype))
     if len(rows) > MANY * found.k * found.queries and len(ranks) > found.k:
         # The k-th best here, less the error, is a score that k rows surely have.
         lowest = ranks.topk(found.k, dim=0).values[-1].double() - 2 * slack
-        return above(ranks, _not_above(torch.maximum(lowest, found.thresholds.double() - slack), ranks.dtype))
+        return above(ranks, _not_above(torch.maximum(lowest, found.thresholds - slack), ranks.dtype))
     return rows, which
 
 

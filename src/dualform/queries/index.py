@@ -29,15 +29,15 @@ from dualform.memory.disk import disk
 from dualform.memory.files import write_sealed
 from dualform.memory.mapped import TensorFile
 from dualform.queries.scorers import DirectionScorer, NormScorer
-from dualform.queries.search import View
-from dualform.queries.shadow import HEADS, Shadow, build, widened
+from dualform.queries.shadow import CUTS, HEAD, Shadow, build, widened
 from dualform.queries.table import Table
+from dualform.queries.views import View
 
 logger = logging.getLogger("dualform")
 Values = tuple[Float64[Tensor, "one events"], Float64[Tensor, " events"], Float64[Tensor, " events"]]
 REMEMBERED = 12  # directions whose values are at hand
-VERSION = "2"
-ROW_BYTES = 4 * (sum(HEADS) + 2 * len(HEADS)) + 12  # of a shadow
+VERSION = "3"
+ROW_BYTES = 4 * (HEAD + 2 + CUTS[-1] + len(CUTS)) + 14  # of a shadow
 BLOCK = 4096
 _NAME = re.compile(r"w(\d+)-(\d+)-(\d+)\.safetensors")
 
@@ -88,7 +88,8 @@ class Index:
             if weight not in self._hot:
                 self._hot[weight] = HotKeys(self._memory, weight)
                 for shadow in self.shadows(weight):
-                    self._hot[weight].hold(shadow.numbers[: len(shadow.front)], shadow.front)
+                    if len(shadow.front):
+                        self._hot[weight].hold(shadow.numbers[: len(shadow.front)], shadow.front)
             return self._hot[weight]
 
     def shadows(self, weight: int, progress: bool = False) -> list[Shadow]:

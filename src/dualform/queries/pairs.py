@@ -5,39 +5,32 @@ With numba (the extra `fast`) each is one pass over the data; without it, torch 
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
-MANY = 1 << 18  # numbers for which a compiled loop pays
+from dualform.queries.fast import compiled, in_parts
+
+MANY = 1 << 16  # numbers for which a compiled loop pays
+PART = 1 << 18  # numbers for which a thread of its own pays
 CHUNK = 1 << 22  # numbers that the uncompiled way holds at a time
-
-
-@functools.cache
-def _compiled() -> ModuleType | None:
-    """The compiled loops; None without numba."""
-    try:
-        from dualform.queries import compiled
-    except ImportError:
-        return None
-    return compiled
 
 
 def above(
     bounds: Float[Tensor, "rows queries"], thresholds: Float[Tensor, " queries"]
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
     """The rows and queries whose bound is not below the query's threshold."""
-    fast = _compiled() if bounds.shape[1] > 1 and bounds.numel() >= MANY else None
+    work = bounds.numel()
+    fast = compiled(work) if bounds.shape[1] > 1 and work >= MANY else None
     if fast is None:
         rows, queries = (bounds >= thresholds).nonzero(as_tuple=True)
         return rows, queries
-    found = fast.above(bounds.numpy(), thresholds.numpy())
-    return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    parts = in_parts(fast.above, work // PART, bounds.numpy(), thresholds.numpy())
+    found_rows, found_queries = zip(*parts, strict=True)
+    return torch.from_numpy(np.concatenate(found_rows)), torch.from_numpy(np.concatenate(found_queries))
 
 
 def pair_products(
@@ -47,9 +40,12 @@ def pair_products(
     at_query: Int64[Tensor, " pairs"],
 ) -> Float64[Tensor, " pairs"]:
     """The product of some rows with some queries, in fp64."""
-    fast = _compiled() if len(at_row) * rows.shape[1] >= MANY else None
-    if fast is not None and _plain(rows) and _plain(queries):
-        result: np.ndarray[Any, Any] = fast.products(rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy())
+    work = len(at_row) * rows.shape[1]
+    fast = compiled(work) if work >= MANY and _plain(rows) and _plain(queries) else None
+    if fast is not None:
+        result = np.empty(len(at_row))
+        pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy(), result
+        in_parts(fast.products, work // PART, *pairs)
         return torch.from_numpy(result)
     if len(queries) == 1:
         return rows[at_row].double() @ queries[0].double()
@@ -61,14 +57,57 @@ def pair_products(
     return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
 
 
+def rounded_pairs(
+    near: Float64[Tensor, " pairs"],
+    row_norms: Float64[Tensor, " rows"],
+    query_norms: Float64[Tensor, " queries"],
+    at_row: Int64[Tensor, " pairs"],
+    at_query: Int64[Tensor, " pairs"],
+    error: float,
+    tiny: float,
+) -> tuple[Float32[Tensor, " pairs"], Bool[Tensor, " pairs"] | None]:
+    """Products in fp32, and which of them an error of error·‖x‖‖q‖ + tiny could round otherwise, if any."""
+    fast = compiled(len(near))
+    if fast is not None:
+        result, unsure = np.empty(len(near), np.float32), np.empty(len(near), np.bool_)
+        norms = row_norms.numpy(), query_norms.numpy()
+        count = fast.rounded(near.numpy(), *norms, at_row.numpy(), at_query.numpy(), error, tiny, result, unsure)
+        return torch.from_numpy(result), torch.from_numpy(unsure) if count else None
+    near = near + 0.0  # a sum of zeros is +0, in whatever order it was formed
+    wide = error * query_norms[at_query] * row_norms[at_row] + tiny
+    other = ((near - wide).float() != (near + wide).float()) | ~near.isfinite()
+    return near.float(), other if bool(other.any()) else None
+
+
 def by_query(at_query: Int64[Tensor, " pairs"], values: Float[Tensor, " pairs"]) -> Int64[Tensor, " pairs"]:
     """The order of pairs by query, and then by descending value as far as fp32 tells them apart."""
-    if not bool(at_query.any()):
-        return values.argsort(descending=True)
-    bits = values.float().view(torch.int32)
+    return torch.from_numpy(_keys(at_query, values).argsort())
+
+
+def in_order(
+    at_query: Int64[Tensor, " pairs"], scores: Float32[Tensor, " pairs"], events: Int64[Tensor, " pairs"]
+) -> Int64[Tensor, " pairs"]:
+    """The order of pairs by query, then descending score, then event."""
+    keys = _keys(at_query, scores)
+    order = keys.argsort()
+    ascending = keys[order]
+    if bool((ascending[1:] == ascending[:-1]).any()):
+        order = events.numpy().argsort()
+        order = order[keys[order].argsort(kind="stable")]
+    return torch.from_numpy(order)
+
+
+def _keys(at_query: Tensor, values: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Whole numbers in the order of queries, and then of descending values."""
+    bits = (values.float() + 0.0).numpy().view(np.int32)  # one zero, not two
     # As whole numbers the bits of floats are in order; of negative ones, in reverse.
-    rank = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
-    return torch.from_numpy(((at_query << 32) - rank).numpy().argsort())
+    return (at_query.numpy() << 32) - np.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).astype(np.int64)
+
+
+def ranks(at_query: Int64[Tensor, " pairs"], queries: int) -> Int64[Tensor, " pairs"]:
+    """The place of every pair among those of its query; pairs are sorted by query."""
+    counts = torch.bincount(at_query, minlength=queries)
+    return torch.arange(len(at_query)) - (counts.cumsum(0) - counts)[at_query]
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.queries.pairs import pair_products
+from dualform.queries.pairs import pair_products, rounded_pairs
 
 _UNIT = 2.0**-53
 _TINY = 2.0**-1000
@@ -59,16 +59,17 @@ def pair_scores(
     at_key: Int64[Tensor, " pairs"],
     at_query: Int64[Tensor, " pairs"],
     key_norms: Float64[Tensor, " events"] | None = None,
+    query_norms: Float64[Tensor, " queries"] | None = None,
 ) -> Float32[Tensor, " pairs"]:
-    """The same scores, of some pairs only; keys and queries are finite, and `key_norms` not below the keys' norms."""
-    near = pair_products(keys, queries, at_key, at_query) + 0.0
+    """The same scores, of some pairs only; keys and queries are finite, and the norms not below theirs."""
+    near = pair_products(keys, queries, at_key, at_query)
     if key_norms is None:
         key_norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
-    query_norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
-    error = (keys.shape[1] + 4) * _UNIT * query_norms[at_query] * key_norms[at_key] + _TINY
-    unsure = ((near - error).float() != (near + error).float()) | ~near.isfinite()
-    result = near.float()
-    if bool(unsure.any()):
+    if query_norms is None:
+        query_norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    error = (keys.shape[1] + 4) * _UNIT
+    result, unsure = rounded_pairs(near, key_norms, query_norms, at_key, at_query, error, _TINY)
+    if unsure is not None:
         result[unsure] = _exact(keys, queries, at_key[unsure], at_query[unsure])
     return result
 

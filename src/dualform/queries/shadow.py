@@ -15,7 +15,11 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-HEADS = (30, 126)  # columns of x H, from coarse to fine; with the tail and the norm 32 and 128 in all
+HEAD = 126  # columns of x H; with the tail and the norm 128 in all
+CUTS = (7, 15, 30)  # of the first columns, each with a tail of its own, for the bounds that most rows fail
+SPANS = tuple(zip((0, *CUTS), CUTS, strict=False))
+LANES = 32  # rows of a block, in which a column is contiguous
+BAND = 1024  # rows of similar norm, in an order in which those of a block are alike
 SLACK = 1e-4
 SAMPLE = 4096
 FRONT = 4096  # first rows of which the whole key is kept too: most of what is scored exactly is among them
@@ -24,20 +28,24 @@ TINY = 1e-30  # more than what underflow can lose where nothing is above 1
 
 Rows = Callable[[], Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]]
 
+Levels = tuple[Float32[Tensor, "..."], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Shadow:
     """The shadow of some keys, in descending order of their norms; `numbers` says which key a row is.
 
-    A row of `heads` is [x H | ‖x_tail‖ | ‖x‖], all over `scale`; `front` has the first keys whole. `odd` are the keys
-    that hold NaN or infinity, or whose norm is too large: they are in no order.
+    A row of `fine` is [x H | ‖x_tail‖ | ‖x‖], all over `scale`; `levels` have its first columns in blocks, with a tail
+    for each of CUTS; `front` has the first keys whole; `norms` are the largest of whole bands. `odd` are the keys that
+    hold NaN or infinity, or whose norm is too large: they are in no order.
     """
 
     scale: float
     basis: Float64[Tensor, "dim_in head"]
     numbers: Int64[Tensor, " rows"]
     norms: Float32[Tensor, " rows"]
-    heads: tuple[Float32[Tensor, "rows coarse"], Float32[Tensor, "rows fine"]]
+    fine: Float32[Tensor, "rows fine"]
+    levels: Levels
     front: Float[Tensor, "front dim_in"]
     odd: Int64[Tensor, " odd"]
 
@@ -46,19 +54,18 @@ class Shadow:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every part by its name, as it is stored."""
-        coarse, fine = self.heads
         scale = torch.tensor([self.scale], dtype=torch.float64)
         return {
             "scale": scale, "basis": self.basis, "numbers": self.numbers, "norms": self.norms,
-            "coarse": coarse, "fine": fine, "front": self.front, "odd": self.odd,
-        }  # fmt: skip
+            "fine": self.fine, "front": self.front, "odd": self.odd,
+        } | {f"level{at}": level for at, level in enumerate(self.levels)}  # fmt: skip
 
     @classmethod
     def of_tensors(cls, read: Callable[[str], Tensor]) -> Shadow:
         """A shadow as it was stored."""
-        heads = (read("coarse"), read("fine"))
-        scale = float(read("scale")[0])
-        return cls(scale, read("basis"), read("numbers"), read("norms"), heads, read("front"), read("odd"))
+        basis, numbers, norms, fine = map(read, ("basis", "numbers", "norms", "fine"))
+        levels = tuple(read(f"level{at}") for at in range(len(CUTS)))
+        return cls(float(read("scale")[0]), basis, numbers, norms, fine, levels, read("front"), read("odd"))
 
 
 def build(rows: Rows, count: int, dim_in: int, room: int = 1 << 26) -> Shadow:
@@ -85,12 +92,12 @@ def build(rows: Rows, count: int, dim_in: int, room: int = 1 << 26) -> Shadow:
     order = torch.argsort(norms.where(sound, -1.0), descending=True, stable=True)[: int(sound.sum())]
     place = torch.full((count,), -1, dtype=torch.int64)
     place[order] = torch.arange(len(order))
-    widths = [min(head, basis.shape[1]) for head in HEADS]
-    coarse, fine = (torch.empty(len(order), width + 2) for width in widths)
+    fine = torch.empty(len(order), basis.shape[1] + 2)
     front, at = torch.empty(0, dim_in), 0
     for _, keys in rows():
         if at == 0:
-            front = torch.empty(min(FRONT, len(order), room // (8 * dim_in)), dim_in, dtype=keys.dtype)
+            most = min(FRONT, room // (8 * dim_in) // BAND * BAND)
+            front = torch.empty(min(most, len(order)), dim_in, dtype=keys.dtype)
         elif keys.dtype != front.dtype:
             front = front[:0]  # of different precision
         to = place[at : at + len(keys)]
@@ -101,20 +108,33 @@ def build(rows: Rows, count: int, dim_in: int, room: int = 1 << 26) -> Shadow:
         scaled = keys.double() / scale
         head = scaled @ basis
         size = torch.linalg.vector_norm(scaled, dim=1)
-        for heads, width in zip((coarse, fine), widths, strict=True):
-            heads[to] = _row(head[:, :width], size)
-    largest = widened(norms[order] / scale)
-    return Shadow(scale, basis, numbers[order], largest, (coarse, fine), front, odd)
+        fine[to] = _row(head, size)
+    numbers, largest = numbers[order], widened(norms[order] / scale)
+    for at in range(0, len(order) - BAND + 1, BAND):
+        band = slice(at, at + BAND)
+        alike = _alike(fine[band])
+        fine[band], numbers[band], largest[band] = fine[band][alike], numbers[band][alike], largest[at].clone()
+        if at < len(front):
+            front[band] = front[band][alike]
+    return Shadow(scale, basis, numbers, largest, fine, leveled(fine), front, odd)
+
+
+def _alike(band: Float32[Tensor, "band fine"]) -> Int64[Tensor, " band"]:
+    """An order of a band's rows in which those of a block are alike, by halving along the widest column."""
+    groups = torch.arange(BAND)[None]
+    while groups.shape[1] > LANES:
+        columns = band[groups, : min(CUTS[-1], band.shape[1] - 2)]
+        widest = columns.var(dim=1).argmax(dim=1)
+        along = columns.gather(2, widest[:, None, None].expand(-1, groups.shape[1], 1))[:, :, 0]
+        groups = groups.gather(1, along.argsort(dim=1)).view(-1, groups.shape[1] // 2)
+    return groups.flatten()
 
 
 def _row(head: Float64[Tensor, "rows head"], size: Float64[Tensor, " rows"]) -> Float32[Tensor, "rows width"]:
-    tail = (size.square() - head.square().sum(dim=1)).clamp_min(0.0).sqrt()
-    # The difference of two squares is known to some 1e-16 of them, its root to 1e-8 of the norm.
-    tail = tail + 1e-7 * size
-    return torch.cat([head.float(), widened(tail)[:, None], widened(size)[:, None]], dim=1)
+    return torch.cat([head.float(), widened(_tail(head, size))[:, None], widened(size)[:, None]], dim=1)
 
 
-def widened(sizes: Float64[Tensor, " rows"]) -> Float32[Tensor, " rows"]:
+def widened(sizes: Float64[Tensor, "*rows"]) -> Float32[Tensor, "*rows"]:
     """Sizes in fp32, surely not smaller than they were."""
     return (sizes * (1 + 1e-6) + TINY).float()
 
@@ -126,7 +146,7 @@ def _scale(largest: float) -> float:
 
 def _basis(sample: Float64[Tensor, "rows dim_in"], scale: float, dim_in: int) -> Float64[Tensor, "dim_in head"]:
     """Orthonormal columns along which the sample is largest, the most important first; any such columns are valid."""
-    width = min(HEADS[-1], dim_in)
+    width = min(HEAD, dim_in)
     sample = sample[torch.isfinite(sample).all(dim=1)] / scale
     sample = sample[torch.linalg.vector_norm(sample, dim=1) <= 1.0]
     if len(sample) == 0:
@@ -154,18 +174,74 @@ def _leading_of_many(sample: Float64[Tensor, "rows dim_in"], width: int) -> Floa
     return basis.contiguous()
 
 
-def query_rows(
-    shadow: Shadow, queries: Float64[Tensor, "queries dim_in"], offsets: Float64[Tensor, " queries"] | None
-) -> tuple[Float32[Tensor, "queries coarse"], Float32[Tensor, "queries fine"]]:
-    """What the rows of each level are multiplied with: queries whose norm (with their offset) is at most 1."""
-    head = queries @ shadow.basis
-    size = torch.linalg.vector_norm(queries, dim=1, keepdim=True)
-    constant = torch.full_like(size, SLACK)
-    rest = [constant] if offsets is None else [constant, offsets[:, None]]
-    levels = []
-    for rows in shadow.heads:
-        part = head[:, : rows.shape[1] - 2]
-        tail = (size.square() - part.square().sum(dim=1, keepdim=True)).clamp_min(0.0).sqrt()
-        tail = (tail + 1e-7 * size) * (1 + 1e-6) + TINY
-        levels.append(torch.cat([part, tail, *rest], dim=1).float())
-    return levels[0], levels[1]
+def leveled(
+    fine: Float32[Tensor, "rows fine"],
+    weights: Float32[Tensor, " rows"] | None = None,
+    offsets: Float32[Tensor, " rows"] | None = None,
+) -> Levels:
+    """Rows in blocks of lanes, column by column: for each of CUTS the columns since the last, and the tail after it.
+
+    Rows may be weighted; an offset is then a column of its own, before the others.
+    """
+    blocks = -(-len(fine) // LANES)
+    levels = tuple(torch.zeros(blocks, stop - start + 1, LANES) for start, stop in SPANS)
+    step = LANES * 128
+    for at in range(0, len(fine), step):
+        some = fine[at : at + step].double()
+        head, tail = some[:, :-2], some[:, -2]
+        if weights is not None:
+            weight = weights[at : at + step].double()
+            head, tail = weight[:, None] * head, weight.abs() * tail
+        if offsets is not None:
+            head = torch.cat([offsets[at : at + step, None].double(), head], dim=1)
+        for level, part in zip(levels, _levels(head, tail), strict=True):
+            part = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % LANES))
+            level[at // LANES :][: len(part) // LANES] = part.view(-1, LANES, part.shape[1]).transpose(1, 2)
+    return levels
+
+
+def _levels(head: Float64[Tensor, "rows head"], tail: Float64[Tensor, " rows"]) -> Levels:
+    """For each of CUTS the columns since the last and the tail after it, which is never too small."""
+    head = torch.nn.functional.pad(head, (0, max(CUTS[-1] - head.shape[1], 0)))
+    # Sums of squares from the last column on, no differences: nothing is lost.
+    squares = torch.cat([tail.square()[:, None], head.square().flip(1)], dim=1).cumsum(dim=1)
+    tails = widened(squares[:, [head.shape[1] - cut for cut in CUTS]].sqrt())
+    narrow = head[:, : CUTS[-1]].float()
+    return tuple(
+        torch.cat([narrow[:, start:stop], tails[:, at : at + 1]], dim=1) for at, (start, stop) in enumerate(SPANS)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What the rows of a shadow are multiplied with, for queries whose norm (with their offset) is at most 1."""
+
+    levels: Levels
+    fine: Float32[Tensor, "queries fine"]
+    offsets: Float32[Tensor, " queries"] | None
+
+    @classmethod
+    def of(
+        cls,
+        shadow: Shadow,
+        queries: Float64[Tensor, "queries dim_in"],
+        offsets: Float64[Tensor, " queries"] | None = None,
+    ) -> Asked:
+        head = queries @ shadow.basis
+        tail = _tail(head, torch.linalg.vector_norm(queries, dim=1))
+        fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
+        if offsets is None:
+            return cls(_levels(head, tail), fine, None)
+        head = torch.cat([offsets[:, None], head], dim=1)
+        return cls(_levels(head, tail), fine, offsets.float())
+
+    def __getitem__(self, which: Int64[Tensor, " some"]) -> Asked:
+        offsets = None if self.offsets is None else self.offsets[which]
+        return Asked(tuple(level[which] for level in self.levels), self.fine[which], offsets)
+
+
+def _tail(head: Float64[Tensor, "rows head"], size: Float64[Tensor, " rows"]) -> Float64[Tensor, " rows"]:
+    """What is left of a norm beside its head, surely not too little."""
+    tail = (size.square() - head.square().sum(dim=1)).clamp_min(0.0).sqrt()
+    # The difference of two squares is known to some 1e-16 of them, its root to 1e-8 of the norm.
+    return (tail + 1e-7 * size) * (1 + 1e-6) + TINY

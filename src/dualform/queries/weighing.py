@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dualform.memory import StoredMemory
 from dualform.queries.flat import scan
+from dualform.queries.found import Found
 from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
-from dualform.queries.search import Found, View
+from dualform.queries.views import View
 
 Ids = Int64[Tensor, " pairs"]
 Events = Bool[Tensor, " events"] | None
@@ -56,6 +57,7 @@ class ByScore:
     ) -> None:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
         self._shadows, self._table = index.shadows(weight), index.table(weight)
+        self._norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
         return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
@@ -79,7 +81,7 @@ class ByScore:
 
     def scores(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
         keys, place, norms = self._index.hot(self._weight).get(ids)
-        return pair_scores(keys, self._queries, place, at_query, norms)
+        return pair_scores(keys, self._queries, place, at_query, norms, self._norms)
 
     def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
         return scores(self._memory.keys(self._weight, ids), self._queries[queries])

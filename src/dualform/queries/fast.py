@@ -1,0 +1,88 @@
+"""The compiled loops, where numba (the extra `fast`) is installed, and the threads that run them.
+
+Loading them takes most of a second, so a process does it once it had work that they would have done in a fraction of
+the time; until then, and without numba, torch does the same work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+
+PAYS = 1 << 23  # numbers read without the loops, after which loading them pays
+TURNS = 8  # parts of a large loop for each thread
+T = TypeVar("T")
+
+
+class _State:
+    loops: ModuleType | None = None
+    missing = False
+    done = 0
+    pool: ThreadPoolExecutor | None = None
+
+
+def compiled(work: int) -> ModuleType | None:
+    """The compiled loops for work on so many numbers; None as long as loading them does not pay, or without numba."""
+    if _State.loops is None and not _State.missing:
+        _State.done += work
+        if _State.done > PAYS:
+            try:
+                _State.loops = importlib.import_module("dualform.queries.compiled")
+            except ImportError:
+                _State.missing = True
+    return _State.loops
+
+
+def in_parts(loop: Callable[..., T], parts: int, *arguments: Any) -> list[T]:
+    """Run a loop in about so many parts, by as many threads as torch has; each part's result."""
+    threads = max(min(parts, torch.get_num_threads()), 1)
+    parts = min(parts, TURNS * threads) if threads > 1 else 1
+    if parts == 1:
+        return [loop(*arguments, 0, 1)]
+    if _State.pool is None:
+        _State.pool = ThreadPoolExecutor(max(os.cpu_count() or 1, threads), thread_name_prefix="dualform")
+    _end_idle()
+    turns = itertools.count()  # threads take the next part when they are done with one: a core may be busy
+    results: list[T | None] = [None] * parts
+
+    def work() -> None:
+        while (part := next(turns)) < parts:
+            results[part] = loop(*arguments, part, parts)
+
+    others = [_State.pool.submit(work) for _ in range(threads - 1)]
+    work()
+    for other in others:
+        other.result()
+    return cast(list[T], results)
+
+
+@functools.cache
+def _pause() -> Callable[[int], int] | None:
+    try:
+        return cast(Callable[[int], int], ctypes.CDLL(None).omp_pause_resource_all)
+    except (AttributeError, OSError, TypeError):
+        return None  # another OpenMP, or none
+
+
+def _end_idle() -> None:
+    """End torch's idle threads, which would keep a core busy for some milliseconds; torch makes new ones by itself."""
+    pause = _pause()
+    if pause is not None:
+        pause(1)  # omp_pause_soft, of the threads that this one has
+
+
+def _forget() -> None:
+    _State.pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)  # a child has none of its parent's threads

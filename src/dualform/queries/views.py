@@ -1,0 +1,96 @@
+"""What a search looks at: rows of a shadow, in descending order of the largest score they can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float32, Float64, Int64
+from torch import Tensor
+
+from dualform.queries.shadow import LANES, Levels, Shadow, leveled, widened
+
+STEP = 4096  # rows that are made at a time
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Rows of a shadow in descending order of the largest score they can have: all, some, or some that are weighted.
+
+    With weights w and offsets b a row stands for [w x, b], and its score with [q, 1] is a contribution to an output;
+    it then has a name of its own, since several may share a key. All is divided by `scale`.
+    """
+
+    shadow: Shadow
+    scale: float
+    sizes: Float32[Tensor, " rows"]
+    rows: Int64[Tensor, " rows"] | None = None
+    names: Int64[Tensor, " rows"] | None = None
+    weights: Float32[Tensor, " rows"] | None = None
+    offsets: Float32[Tensor, " rows"] | None = None
+    _made: list[Levels] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def ascending(self) -> Float32[Tensor, " rows"]:
+        """The sizes negated, as a search for a threshold needs them."""
+        return -self.sizes
+
+    @classmethod
+    def of(cls, shadow: Shadow, chosen: Bool[Tensor, " rows"] | None = None) -> View:
+        """All rows of a shadow, or those that are chosen."""
+        if chosen is None:
+            return cls(shadow, shadow.scale, shadow.norms)
+        rows = chosen.nonzero()[:, 0]
+        return cls(shadow, shadow.scale, shadow.norms[rows], rows)
+
+    @classmethod
+    def weighted(
+        cls,
+        shadow: Shadow,
+        rows: Int64[Tensor, " rows"],
+        names: Int64[Tensor, " rows"],
+        weights: Float64[Tensor, " rows"],
+        offsets: Float64[Tensor, " rows"] | None,
+    ) -> View | None:
+        """Rows as [w x, b]; None where the numbers are out of the range in which bounds can be trusted."""
+        sizes = weights.abs() * shadow.fine[rows, -1].double()
+        sizes = sizes if offsets is None else torch.hypot(sizes, offsets / shadow.scale)
+        largest = float(torch.cat([sizes, weights.abs()]).max()) if len(rows) else 1.0
+        if not 1e-200 < largest < 1e200:
+            return None
+        order = sizes.argsort(descending=True, stable=True)
+        scale = shadow.scale * largest
+        added = None if offsets is None else (offsets[order] / scale).float()
+        sizes, weights = widened(sizes[order] / largest), (weights[order] / largest).float()
+        return cls(shadow, scale, sizes, rows[order], names[order], weights, added)
+
+    def levels(self, rows: int) -> Levels:
+        """At least the first rows in blocks; made as far as they are asked for, and kept."""
+        if self.rows is None:
+            return self.shadow.levels
+        made = len(self._made[0][0]) * LANES if self._made else 0
+        if made < min(rows, len(self)):
+            at = slice(0, -(-max(rows, 2 * made) // STEP) * STEP)
+            weights, offsets = (None if part is None else part[at] for part in (self.weights, self.offsets))
+            self._made[:] = [leveled(self.shadow.fine[self.rows[at]], weights, offsets)]
+        return self._made[0]
+
+    def fine(self, at: slice | Int64[Tensor, " some"]) -> Float32[Tensor, "some fine"]:
+        """The fine rows of some keys, as the queries are multiplied with them."""
+        if self.rows is None:
+            return self.shadow.fine[at]
+        fine = self.shadow.fine[self.rows[at]]
+        if self.weights is None:
+            return fine
+        weight = self.weights[at][:, None]
+        return torch.cat([weight * fine[:, :-2], weight.abs() * fine[:, -2:-1], self.sizes[at][:, None]], dim=1)
+
+    def ids(self, at: Int64[Tensor, " some"]) -> Int64[Tensor, " some"]:
+        """What some rows are called: their names, or else the numbers of their keys."""
+        if self.names is not None:
+            return self.names[at]
+        return self.shadow.numbers[at if self.rows is None else self.rows[at]]
