@@ -18,6 +18,7 @@ from dualform.memory.columns import Column, column_names, read_column, write_col
 from dualform.memory.journal import Journal
 from dualform.memory.manifest import SegmentRecord, read_manifest
 from dualform.memory.mapped import TensorFile
+from dualform.memory.room import Room
 from dualform.memory.segment import read_blocks, read_calls
 from dualform.memory.verify import Verification, verify
 from dualform.memory.windows import Windows
@@ -44,6 +45,7 @@ class StoredMemory:
                 f"{LEAST:,} (64 MB), not {resident!r}."
             )
         self.resident = int(resident)
+        self.room = Room(self.resident * 3 // 4)
         self.manifest = read_manifest(self.path)
         while True:
             try:
@@ -59,7 +61,7 @@ class StoredMemory:
 
     def _open_files(self) -> None:
         self._initial = TensorFile(self.path, self.manifest.initial)
-        windows = Windows(self.resident // 4)
+        windows = Windows(self.resident // 16)
         self._segments = [TensorFile(self.path, segment.file, windows=windows) for segment in self.manifest.segments]
         self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
 

@@ -18,7 +18,6 @@ from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScore
 from dualform.queries.search import Search
 from dualform.queries.selection import Grouping, Selection
 from dualform.queries.table import BYTES, Table
-from dualform.queries.views import View
 from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
 
 FEW = 4096  # keys below which a plain scan is as good
@@ -175,14 +174,14 @@ def _all_parts(
 
 def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, k: int, order: str) -> Best | None:
     """The best of some events; None where bounds do not pay."""
-    views, odd = weighing.views(events), weighing.odd(events)
-    if views is None or len(odd) > ODD:
+    odd = weighing.odd(events)
+    if len(odd) > ODD:
         return None
     answers: list[Best] = []
     for at in range(0, len(queries), AT_ONCE):
         which = torch.arange(at, min(at + AT_ONCE, len(queries)))
         found = Found(k, len(which))
-        if not _searched(weighing, views, found, queries, which, order):
+        if not _searched(weighing, events, found, queries, which, order):
             found.flat = True
             if not weighing.scan(found, which, events, order):
                 return None
@@ -190,7 +189,7 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
     return _joined(answers)
 
 
-def _searched(weighing: Weighing, views: list[View], found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
+def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
     """Search by bounds; False where they do not pay."""
     for sign in _signs(order, weighing.magnitude):
         search = Search(queries[which], found, sign, weighing.extended)
@@ -199,7 +198,7 @@ def _searched(weighing: Weighing, views: list[View], found: Found, queries: Tens
             scores = weighing.scores(ids, which[at_query])
             return scores.abs() if order == "absolute" or weighing.magnitude else scores * sign
 
-        if not all(search.run(view, exact) for view in views):
+        if not all(view is not None and search.run(view, exact) for view in weighing.views(events)):
             return False
     return True
 
@@ -246,6 +245,6 @@ def _picked(
     result[at_query, rank] = scores
     numbers = torch.full((len(which), found.k, len(Top.FIELDS)), NOTHING)
     block = table.block
-    for at, column in enumerate((block.events, block.examples, block.steps, block.positions, block.uses)):
-        numbers[at_query, rank, at] = column[events]
+    columns = (block.events, block.examples, block.steps, block.positions, block.uses)
+    numbers[at_query, rank] = torch.stack([column[events] for column in columns], dim=1)
     return Best(result, numbers, found.scored, found.bounded, nan, int(found.flat))

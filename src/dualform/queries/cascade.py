@@ -33,7 +33,7 @@ class Survivors:
 def survivors(
     view: View, asked: Asked, thresholds: Float32[Tensor, " queries"], most: int, begin: int, end: int
 ) -> Survivors:
-    """The pairs of some rows (whole blocks) that no bound rules out; given up where they do not pay, or above `most`."""
+    """The pairs of some rows (whole blocks) that no bound rules out; given up where they do not pay, above `most`."""
     reach = torch.searchsorted(view.ascending, -thresholds, right=True).clamp_max(end)
     # Queries that reach far come first, so that those that are done are left out together.
     order = reach.argsort(descending=True) if len(reach) > 1 else torch.zeros(1, dtype=torch.int64)

@@ -18,9 +18,9 @@ def build_index(memory: StoredMemory, layers: Sequence[str], progress: bool = Fa
     told: list[str] = []
     for weight in weights:
         start = time.monotonic()
-        shadows = index_of(memory).shadows(weight, progress)
-        rows = sum(len(shadow) for shadow in shadows)
-        size = sum(tensor.nbytes for shadow in shadows for tensor in shadow.tensors().values())
+        rows, size = 0, 0
+        for shadow in index_of(memory).shadows(weight, progress):
+            rows, size = rows + len(shadow), size + shadow.size()
         name = memory.manifest.weights[weight].name
         told.append(f"{name}: {rows:,} keys indexed, {size / 1e6:,.1f} MB, {time.monotonic() - start:.1f} s")
     return told

@@ -30,7 +30,6 @@ from dualform.queries.values import fold
 
 logger = logging.getLogger("dualform")
 OPERATIONS = 3e10  # multiplications and additions between two keyframes: about half a second
-REMEMBERED = 4  # keyframes that stay in memory, as far as they are small
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Keyframes:
 
     def __init__(self, memory: StoredMemory) -> None:
         self._memory = memory
-        self._remembered: dict[int, State] = {}
+        self._remembered: set[int] = set()
 
     def at(self, until: int) -> State:
         """The state after step `until`, from the last keyframe before it; keyframes on the way are kept."""
@@ -78,7 +77,7 @@ class Keyframes:
     def _before(self, until: int) -> State:
         there = sorted({*self._remembered, *_steps(self._memory.path)}, reverse=True)
         for step in (step for step in there if 0 < step <= until and self._memory.journal.is_clean(step)):
-            state = self._remembered.get(step) or self._read(step)
+            state = self._memory.room.find(("state", step)) or self._read(step)
             if state is not None:
                 return self._remember(state)
         return self._initial()
@@ -93,11 +92,8 @@ class Keyframes:
         )
 
     def _remember(self, state: State) -> State:
-        self._remembered.pop(state.step, None)
-        self._remembered[state.step] = state
-        most = min(REMEMBERED, max(self._memory.resident // 8 // max(state.bytes, 1), 1))
-        while len(self._remembered) > most:
-            self._remembered.pop(next(iter(self._remembered)))
+        self._remembered.add(state.step)
+        self._memory.room.keep(("state", state.step), state, state.bytes)
         return state
 
     def _advance(self, state: State, until: int, velocities: bool) -> State:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from jaxtyping import Float64
 from torch import Tensor
 
-from dualform.memory import StoredMemory
 from dualform.queries.focus import Focus
 from dualform.queries.folds import Folds
 from dualform.queries.kernels import Kernel, output_reducer
 from dualform.queries.linear import FoldSums
 from dualform.queries.plan import Plan, answer, finite
 from dualform.queries.values import fold, require_values
-
-# What the last questions folded, for the next queries: by weight, use and end step.
-_remembered: WeakKeyDictionary[StoredMemory, dict[tuple[int, int, int], FoldSums]] = WeakKeyDictionary()
 
 
 def initial_plan(focus: Focus) -> Plan[Tensor]:
@@ -42,9 +36,8 @@ def _folded(focus: Focus) -> Plan[Tensor] | None:
     dim_out, dim_in = focus.record.dim_out, focus.record.dim_in
     if len(focus.queries) * (dim_in + dim_out) <= dim_in * dim_out:
         return None
-    known = _remembered.setdefault(focus.memory, {})
-    asked = (focus.weight, focus.use, focus.until)
-    folded = known.get(asked) if not focus.selection else None
+    room, key = focus.memory.room, ("folded", focus.weight, focus.use, focus.until)
+    folded: FoldSums | None = None if focus.selection else room.find(key)
     reducers: tuple[FoldSums, ...] = ()
     if folded is None:
         folded = FoldSums(None, focus.coefficients, dim_out, dim_in)
@@ -54,11 +47,7 @@ def _folded(focus: Focus) -> Plan[Tensor] | None:
         if not finite(folded.weights, folded.biases, focus.queries):
             return answer(_attended(focus, None))
         if not focus.selection:
-            known[asked] = folded
-            while (
-                len(known) > 1 and sum(one.weights.nbytes for one in list(known.values())) > focus.memory.resident // 8
-            ):
-                known.pop(next(iter(known)))
+            room.keep(key, folded, folded.weights.nbytes)
         return focus.queries.double() @ folded.weights[0].T + folded.biases[0]
 
     return Plan(Tensor, focus, reducers, finish)

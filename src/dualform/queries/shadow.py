@@ -52,6 +52,10 @@ class Shadow:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def size(self) -> int:
+        """The bytes of all parts."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
     def tensors(self) -> dict[str, Tensor]:
         """Every part by its name, as it is stored."""
         scale = torch.tensor([self.scale], dtype=torch.float64)

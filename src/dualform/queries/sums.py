@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -95,28 +93,11 @@ def _one_event_each(examples: int) -> Block:
     )
 
 
-@dataclass
-class _Remembered:
-    """The sums of one memory that are at hand, the last used last."""
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    sums: dict[int, ExampleSums] = field(default_factory=dict)
-
-
-_remembered: WeakKeyDictionary[StoredMemory, _Remembered] = WeakKeyDictionary()
-
-
 def example_sums(memory: StoredMemory, weight: int) -> ExampleSums | None:
     """The key sums per example of a weight, made where they are missing; None where they would be too large."""
     if not has_example_sums(memory, weight):
         return None
-    here = _remembered.setdefault(memory, _Remembered())
-    with here.lock:
-        found = here.sums.pop(weight, None) or _brought_up_to_date(memory, weight)
-        here.sums[weight] = found
-        while len(here.sums) > 1 and sum(one.sums.nbytes for one in here.sums.values()) > memory.resident // 2:
-            here.sums.pop(next(iter(here.sums)))
-        return found
+    return memory.room.get(("sums", weight), lambda: _brought_up_to_date(memory, weight), lambda made: made.sums.nbytes)
 
 
 def has_example_sums(memory: StoredMemory, weight: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from dualform.queries.found import Found
 from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
+from dualform.queries.shadow import Shadow
 from dualform.queries.views import View
 
 Ids = Int64[Tensor, " pairs"]
@@ -28,8 +29,8 @@ class Weighing(Protocol):
     extended: bool  # whether the rows are [w x, b] and the queries [q, 1]
     magnitude: bool  # whether scores are magnitudes
 
-    def views(self, events: Events) -> list[View] | None:
-        """The rows of the chosen events, all by default; None where no bound can be trusted."""
+    def views(self, events: Events) -> Iterator[View | None]:
+        """The rows of the chosen events, all by default; None for those of which no bound can be trusted."""
 
     def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
         """Search every row for some of the queries; False, with nothing done, where that is not possible."""
@@ -56,17 +57,15 @@ class ByScore:
         self, memory: StoredMemory, index: Index, weight: int, queries: Float[Tensor, "queries dim_in"]
     ) -> None:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
-        self._shadows, self._table = index.shadows(weight), index.table(weight)
+        self._table = index.table(weight)
         self._norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
         return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
 
-    def views(self, events: Events) -> list[View]:
+    def views(self, events: Events) -> Iterator[View | None]:
         chosen = self._keys(events)
-        if chosen is None:
-            return self._index.views(self._weight)
-        return [View.of(shadow, chosen[shadow.numbers]) for shadow in self._shadows]
+        return (self._index.view(self._weight, span, chosen) for span in self._index.spans(self._weight))
 
     def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
         """Search every key for some of the queries, in one pass over all of them."""
@@ -76,12 +75,19 @@ class ByScore:
         return scan(found, self._index.tiles(self._weight), self._queries[queries], norms, chosen, order)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
-        odd, chosen = torch.cat([shadow.odd for shadow in self._shadows]), self._keys(events)
+        odd, chosen = self._index.odd(self._weight), self._keys(events)
         return odd if chosen is None else odd[chosen[odd]]
 
     def scores(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
-        keys, place, norms = self._index.hot(self._weight).get(ids)
-        return pair_scores(keys, self._queries, place, at_query, norms, self._norms)
+        found = self._index.hot(self._weight).get(ids)
+        if found is not None:
+            keys, place, norms = found
+            return pair_scores(keys, self._queries, place, at_query, norms, self._norms)
+        # More keys than there is room for at once: half of them, and then the others.
+        result = torch.empty(len(ids))
+        for half in ids.argsort().tensor_split(2):
+            result[half] = self.scores(ids[half], at_query[half])
+        return result
 
     def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
         return scores(self._memory.keys(self._weight, ids), self._queries[queries])
@@ -106,34 +112,29 @@ class ByContribution:
     ) -> None:
         self.extended, self.magnitude = not magnitude, magnitude
         self._by_score, self._combine = by_score, combine
-        self._index, self._question = index, question
-        self._shadows, table = index.shadows(weight), index.table(weight)
+        self._index, self._question, self._weight = index, question, weight
+        table = index.table(weight)
         self._weights, self._offsets = weights, offsets
         self._keys = table.block.events if table.keys is None else table.keys
         self._sound = weights.isfinite() & offsets.isfinite()
-        for shadow in self._shadows:
-            if len(shadow.odd):
-                self._sound &= ~torch.isin(self._keys, shadow.odd)
-        self._places = torch.full((index.keys(weight),), -1)
+        if len(index.odd(weight)):
+            self._sound &= ~torch.isin(self._keys, index.odd(weight))
 
-    def views(self, events: Events) -> list[View] | None:
-        if events is None:
-            return self._index.remembered(self._question, lambda: self._weighted(self._sound))
-        return self._weighted(self._sound & events)
+    def views(self, events: Events) -> Iterator[View | None]:
+        spans = self._index.spans(self._weight)
+        return (
+            self._index.weighted(self._question, span, events, lambda shadow: self._weighted(shadow, events))
+            for span in spans
+        )
 
-    def _weighted(self, chosen: Bool[Tensor, " events"]) -> list[View] | None:
-        views: list[View] = []
-        for shadow in self._shadows:
-            self._places.fill_(-1)
-            self._places[shadow.numbers] = torch.arange(len(shadow))
-            rows = self._places[self._keys]
-            ids = (chosen & (rows >= 0)).nonzero()[:, 0]
-            offsets = self._offsets[ids] if self.extended else None
-            view = View.weighted(shadow, rows[ids], ids, self._weights[ids], offsets)
-            if view is None:
-                return None
-            views.append(view)
-        return views
+    def _weighted(self, shadow: Shadow, events: Events) -> View | None:
+        places = torch.full((self._index.keys(self._weight),), -1)
+        places[shadow.numbers] = torch.arange(len(shadow))
+        rows = places[self._keys]
+        chosen = self._sound if events is None else self._sound & events
+        ids = (chosen & (rows >= 0)).nonzero()[:, 0]
+        offsets = self._offsets[ids] if self.extended else None
+        return View.weighted(shadow, rows[ids], ids, self._weights[ids], offsets)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         return (~self._sound if events is None else ~self._sound & events).nonzero()[:, 0]
