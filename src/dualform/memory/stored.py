@@ -45,7 +45,7 @@ class StoredMemory:
                 f"{LEAST:,} (64 MB), not {resident!r}."
             )
         self.resident = int(resident)
-        self.room = Room(self.resident * 3 // 4)
+        self.room = Room(self.resident * 5 // 8)
         self.manifest = read_manifest(self.path)
         while True:
             try:
