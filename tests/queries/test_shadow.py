@@ -126,7 +126,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def always():
     """Bounds are used also where they do not pay."""
-    return mock.patch.object(Search, "_most", return_value=1 << 40)
+    return mock.patch.object(Search, "_worth", return_value=1 << 40)
 
 
 def same(attention, k: int, order: str, grouping: Grouping | None = None) -> bool:
@@ -167,7 +167,7 @@ def test_the_index_finds_what_a_scan_finds(kind: str, order: str, tmp_path: Path
         same(attention.where(step=slice(2, 4)), 5, order)
         same(memory.attend(None, {"": queries}, until=3)[""], 5, order)
         same(attention, 4, order, Grouping.by(memory, "label"))
-    with mock.patch.object(Search, "_most", return_value=0):
+    with mock.patch.object(Search, "_worth", return_value=0):
         same(attention, 7, order)
         same(attention.where(label=[0, 2]), 3, order)
     assert answered or kind in ("denormal", "fp64 tiny", "constant")
@@ -225,7 +225,7 @@ def test_whatever_the_keys(
     attention: Attention = memory.attend(None, {"": asked})[""]
     with always() if pays else mock.patch.object(cascade, "TILE", 512):
         same(attention.contributions(unit=0) if contributed else attention, k, order)
-    with mock.patch.object(Search, "_most", return_value=0):
+    with mock.patch.object(Search, "_worth", return_value=0):
         same(attention, k, order)
 
 

@@ -27,6 +27,7 @@ class Room:
         self.most = most
         self._kept: dict[Hashable, _Kept] = {}
         self._lock = threading.RLock()
+        self.filled: Callable[[], Callable[[], None] | None] = lambda: None  # whom to tell that there is less room
 
     def __reduce__(self) -> tuple[type[Room], tuple[int]]:
         return Room, (self.most,)  # in another process all is made anew
@@ -61,6 +62,8 @@ class Room:
             self._kept[key] = _Kept(thing, size, needs)
             while self.used > self.most and len(self._kept) > 1:
                 self.drop(next(iter(self._kept)))
+        if tell := self.filled():
+            tell()
 
     def drop(self, key: Hashable) -> None:
         """Let go of a thing, and of what needs it."""

@@ -61,7 +61,7 @@ class StoredMemory:
 
     def _open_files(self) -> None:
         self._initial = TensorFile(self.path, self.manifest.initial)
-        windows = Windows(self.resident // 16)
+        windows = Windows(self.resident // 16, self.room)
         self._segments = [TensorFile(self.path, segment.file, windows=windows) for segment in self.manifest.segments]
         self._final = TensorFile(self.path, self.manifest.final) if self.manifest.final else None
 

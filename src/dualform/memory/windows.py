@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 import resource
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from dualform.errors import DamagedMemory
+from dualform.memory.room import Room
 
 HUGE = 2 << 20
 # Python's own mmap keeps a descriptor open for every mapping, and a list of blocks may hold thousands.
@@ -131,17 +133,23 @@ def _edges(begin: int, end: int) -> tuple[int, int]:
 class Windows:
     """The windows that were looked through lately, together at most `most` bytes: mapping takes as long as reading.
 
-    One that has to go is chosen at random: of a scan that is larger than `most`, the oldest ones would never be there
-    when they come again.
+    They also take what is left of a `room`. One that has to go is chosen at random: of a scan that is larger than all
+    of that, the oldest ones would never be there when they come again.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, room: Room | None = None) -> None:
+        self._least, self._room = most, room
+        if room is not None:
+            room.filled = weakref.WeakMethod(self._fit)
         self._kept: dict[Hashable, tuple[Bytes, int]] = {}
         self._random = random.Random(0)
 
-    def __reduce__(self) -> tuple[type[Windows], tuple[int]]:
-        return Windows, (self._most,)  # in another process all is mapped anew
+    def __reduce__(self) -> tuple[type[Windows], tuple[int, Room | None]]:
+        return Windows, (self._least, self._room)  # in another process all is mapped anew
+
+    @property
+    def _most(self) -> int:
+        return self._least if self._room is None else self._least + max(self._room.most - self._room.used, 0)
 
     def get(self, key: Hashable, descriptor: Descriptor, begin: int, end: int) -> Bytes:
         """The window of that key, mapped anew where it was not kept."""
@@ -154,6 +162,9 @@ class Windows:
         if last - first <= self._most:
             self._kept[key] = found, last - first
         return found
+
+    def _fit(self) -> None:
+        self._make_room(0)
 
     def _make_room(self, room: int) -> None:
         # Without a lock, which a forked process could inherit locked: threads may keep a window too many for a moment.

@@ -15,7 +15,7 @@ from dualform.queries.pairs import in_order, ranks
 from dualform.queries.reducers import NOTHING, Top
 from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
-from dualform.queries.search import Search
+from dualform.queries.search import Exact, Search
 from dualform.queries.selection import Grouping, Selection
 from dualform.queries.table import BYTES, Table
 from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
@@ -183,7 +183,7 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
         found = Found(k, len(which))
         if not _searched(weighing, events, found, queries, which, order):
             found.flat = True
-            if not weighing.scan(found, which, events, order):
+            if not weighing.scan(found, which, events, order, _exact(weighing, which, order)):
                 return None
         answers.append(_picked(weighing, table, events, found, odd, which, order))
     return _joined(answers)
@@ -193,14 +193,20 @@ def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor,
     """Search by bounds; False where they do not pay."""
     for sign in _signs(order, weighing.magnitude):
         search = Search(queries[which], found, sign, weighing.extended)
-
-        def exact(ids: Tensor, at_query: Tensor, sign: float = sign) -> Tensor:
-            scores = weighing.scores(ids, which[at_query])
-            return scores.abs() if order == "absolute" or weighing.magnitude else scores * sign
-
+        exact = _exact(weighing, which, order)
         if not all(view is not None and search.run(view, exact) for view in weighing.views(events)):
             return False
     return True
+
+
+def _exact(weighing: Weighing, which: Tensor, order: str) -> Exact:
+    """Exact scores of some of the queries, the larger the better."""
+
+    def exact(ids: Tensor, at_query: Tensor) -> Tensor:
+        scores = weighing.scores(ids, which[at_query])
+        return scores.abs() if order == "absolute" or weighing.magnitude else -scores if order == "smallest" else scores
+
+    return exact
 
 
 def _signs(order: str, magnitude: bool) -> tuple[float, ...]:

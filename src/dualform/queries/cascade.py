@@ -15,7 +15,7 @@ from dualform.queries.shadow import CUTS, LANES, SLACK, Asked
 from dualform.queries.views import View
 
 TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled
-SPARE = 1 << 14  # fine bounds that are not worth a thought
+SPARE = 1 << 12  # fine bounds that are not worth a thought
 PART = 1 << 18  # bounds for which a thread of its own pays
 
 

@@ -111,7 +111,7 @@ def cascade(
             lanes0, lanes1, lanes2 = level0[block], level1[block], level2[block]
             extra = np.float32(slack * sizes[start])
             bounded += active * LANES
-            if tried > spare + bounded // 8:
+            if tried > spare // parts + bounded // 8:
                 return False, bounded, at_row[:0], at_query[:0], bounds[:0]
             for query in range(active):
                 enough = thresholds[query] - extra
@@ -159,7 +159,7 @@ def cascade(
                     value += rest + np.float32(slack) * sizes[place]
                     tried += 1
                     if value >= thresholds[query]:
-                        if found == most:
+                        if found == 1 + 2 * most // parts:
                             return False, bounded, at_row[:0], at_query[:0], bounds[:0]
                         if found == room:
                             room *= 4

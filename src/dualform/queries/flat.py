@@ -14,12 +14,16 @@ from torch import Tensor
 from dualform.queries.found import Found
 from dualform.queries.pairs import above
 from dualform.queries.score import pair_scores
+from dualform.queries.search import Exact
 
 TILE = 1 << 19  # products that are computed at a time, few enough to stay in the cache
-MANY = 4  # times k candidates of a query, above which a better threshold pays
+JOINED = 1 << 22  # the same for few queries, whose products are little beside the keys
+FEW = 16  # queries
+SAMPLE = 4096  # rows that give a first threshold
+MANY = 16  # times k candidates of a query, above which a better threshold pays
 RANGE = 1e36  # products up to here are far from overflow in fp32, and sums of them too
 
-Tiles = Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]
+Tiles = Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]  # the number of the first key, and the keys from there on
 
 
 def scan(
@@ -27,51 +31,98 @@ def scan(
     tiles: Tiles,
     queries: Float[Tensor, "queries dim_in"],
     norms: Float32[Tensor, " keys"],
-    chosen: Bool[Tensor, " keys"],
+    chosen: Bool[Tensor, " keys"] | None,
     order: str,
+    exact: Exact,
 ) -> bool:
     """Search every key; False, with nothing done, where a product could overflow.
 
-    `norms` are not below those of the keys; keys that are not chosen do not count.
+    `norms` are not below those of the keys, and infinite for those that are set apart; these, and keys that are not
+    chosen, do not count.
     """
     sizes = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
-    if float(sizes.max()) * float(norms[chosen].max() if bool(chosen.any()) else 0.0) > RANGE:
+    if bool(norms.isinf().any()):
+        sound = norms.isfinite()
+        chosen = sound if chosen is None else chosen & sound
+    if chosen is not None:
+        norms = norms.where(chosen, 0.0)
+    if float(sizes.max()) * float(norms.max() if len(norms) else 0.0) > RANGE:
         return False
-    everything = bool(chosen.all())
-    for numbers, stored in tiles:
-        keys = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
-        asked = queries.to(keys.dtype).contiguous()
-        unit = torch.finfo(keys.dtype).eps / 2
-        largest = float(norms[int(numbers[0]) : int(numbers[-1]) + 1].where(chosen[numbers], 0.0).max())
-        slack = (keys.shape[1] + 8) * unit * largest * sizes + keys.shape[1] * 1e-40
-        step = max(TILE // len(queries), 256)
-        for at in range(0, len(keys), step):
-            tile, here = keys[at : at + step], numbers[at : at + step]
-            products = torch.mv(tile, asked[0])[:, None] if len(asked) == 1 else tile @ asked.T
-            found.bounded += len(tile) * len(queries)
-            ranks = products if order == "largest" else products.neg_() if order == "smallest" else products.abs_()
-            if not everything:
-                ranks[~chosen[here]] = -torch.inf
-            rows, which = _candidates(ranks, found, slack)
-            if len(rows):
-                scores = pair_scores(tile, queries, rows, which, norms[here].double())
-                exact = {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order]
-                found.scored += len(scores)
-                found.add(which, here[rows], exact)
+    for first, products, keys in _products(tiles, queries):
+        here = slice(first, first + len(products))
+        found.bounded += products.numel()
+        ranks = products if order == "largest" else products.neg_() if order == "smallest" else products.abs_()
+        if chosen is not None:
+            ranks[~chosen[here]] = -torch.inf
+        error = (queries.shape[1] + 8) * torch.finfo(ranks.dtype).eps / 2
+        slack = error * float(norms[here].max()) * sizes + queries.shape[1] * 1e-40
+        rows, at_query = _candidates(ranks, found, slack, new=first == 0 or keys is None)
+        if len(rows):
+            found.scored += len(rows)
+            if keys is None:
+                scores = exact(rows + first, at_query)
+            else:
+                scores = pair_scores(keys, queries, rows, at_query, norms[here].double(), sizes)
+                scores = {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order]
+            found.add(at_query, rows + first, scores)
+            if found.pending >= found.k * found.queries:
                 found.settle()
     return True
 
 
+def _products(
+    tiles: Tiles, queries: Float[Tensor, "queries dim_in"]
+) -> Iterator[tuple[int, Float[Tensor, "rows queries"], Float[Tensor, "rows dim_in"] | None]]:
+    """All products, those of many keys at a time, and the keys where they are at hand.
+
+    Each is there until the next ones are asked for.
+    """
+    joined = len(queries) <= FEW
+    most = max((JOINED if joined else TILE) // len(queries), 256)
+    buffer, first, filled, tile = torch.empty(0, len(queries)), 0, 0, torch.empty(0, 0)
+    for number, stored in tiles:
+        keys = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
+        asked = queries.to(keys.dtype).contiguous()
+        at = 0
+        while at < len(keys):
+            follows = number + at == first + filled and (joined or at > 0)
+            if filled == len(buffer) or keys.dtype != buffer.dtype or not follows:
+                if filled:
+                    yield first, buffer[:filled], tile if len(tile) == filled else None
+                if keys.dtype != buffer.dtype or len(buffer) == 0:
+                    buffer = torch.empty(most, len(queries), dtype=keys.dtype)
+                first, filled = number + at, 0
+            tile = keys[at : at + len(buffer) - filled]
+            products = buffer[filled : filled + len(tile)]
+            if len(asked) == 1:
+                torch.mv(tile, asked[0], out=products[:, 0])
+            else:
+                torch.mm(tile, asked.T, out=products)
+            at, filled = at + len(tile), filled + len(tile)
+    if filled:
+        yield first, buffer[:filled], tile if len(tile) == filled else None
+
+
 def _candidates(
-    ranks: Float[Tensor, "rows queries"], found: Found, slack: Float64[Tensor, " queries"]
+    ranks: Float[Tensor, "rows queries"], found: Found, slack: Float64[Tensor, " queries"], new: bool
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
-    """The pairs whose exact score may reach the threshold: that of what was found, or of this tile."""
-    rows, which = above(ranks, _not_above(found.thresholds - slack, ranks.dtype))
+    """The pairs whose exact score may reach the threshold: that of what was found, or of some of these rows.
+
+    The latter where the rows are `new`, the first ones or very many, or where else there would be too many pairs.
+    """
+    thresholds = found.thresholds - slack
+    if new and len(ranks) > found.k:
+        thresholds = torch.maximum(thresholds, _lowest(ranks[: max(SAMPLE, 8 * found.k)], found.k, slack))
+    rows, which = above(ranks, _not_above(thresholds, ranks.dtype))
     if len(rows) > MANY * found.k * found.queries and len(ranks) > found.k:
-        # The k-th best here, less the error, is a score that k rows surely have.
-        lowest = ranks.topk(found.k, dim=0).values[-1].double() - 2 * slack
-        return above(ranks, _not_above(torch.maximum(lowest, found.thresholds - slack), ranks.dtype))
+        thresholds = torch.maximum(thresholds, _lowest(ranks, found.k, slack))
+        return above(ranks, _not_above(thresholds, ranks.dtype))
     return rows, which
+
+
+def _lowest(ranks: Float[Tensor, "rows queries"], k: int, slack: Float64[Tensor, " queries"]) -> Tensor:
+    """The k-th best of some rows, less the error: a score that k rows surely have."""
+    return ranks.topk(k, dim=0).values[-1].double() - 2 * slack
 
 
 def _not_above(thresholds: Tensor, dtype: torch.dtype) -> Tensor:

@@ -136,14 +136,14 @@ class Index:
 
         return self._memory.room.get(("norms", weight), make, lambda norms: norms.nbytes)
 
-    def tiles(self, weight: int) -> Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]:
-        """Every stored key with its number, a segment's at a time as far as they may be resident."""
+    def tiles(self, weight: int) -> Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]:
+        """Every stored key, with the number of the first: a segment's at a time as far as they may be resident."""
         for file, record in self._memory.segments:
             wide = 8 * self._memory.manifest.weights[weight].dim_in
             rows = max(self._memory.resident // 16 // wide, min(BLOCK, self._memory.block_rows(weight)))
             for at in range(0, record.keys[weight], rows):
                 keys = file.read(f"w{weight}/keys", at, min(at + rows, record.keys[weight]))
-                yield torch.arange(at, at + len(keys)) + record.first_keys[weight], keys
+                yield at + record.first_keys[weight], keys
 
     def values(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> Values:
         """What the scorer makes of every gradient of a weight, and the coefficients of weight and bias.

@@ -15,6 +15,7 @@ from torch import Tensor
 from dualform.queries.fast import compiled, in_parts
 
 MANY = 1 << 16  # numbers for which a compiled loop pays
+WIDE = 64  # queries for which the same
 PART = 1 << 18  # numbers for which a thread of its own pays
 CHUNK = 1 << 22  # numbers that the uncompiled way holds at a time
 
@@ -24,7 +25,7 @@ def above(
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
     """The rows and queries whose bound is not below the query's threshold."""
     work = bounds.numel()
-    fast = compiled(work) if bounds.shape[1] > 1 and work >= MANY else None
+    fast = compiled(work) if bounds.shape[1] >= WIDE and work >= MANY else None
     if fast is None:
         rows, queries = (bounds >= thresholds).nonzero(as_tuple=True)
         return rows, queries

@@ -7,6 +7,7 @@ nearly every row; the few that lie too close to the border of two fp32 numbers a
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -18,6 +19,7 @@ from dualform.queries.pairs import pair_products, rounded_pairs
 
 _UNIT = 2.0**-53
 _TINY = 2.0**-1000
+FEW = 512  # pairs that are summed one by one
 
 
 def products(
@@ -90,12 +92,32 @@ def _exact(
     keys: Tensor, queries: Tensor, at_key: Int64[Tensor, " pairs"], at_query: Int64[Tensor, " pairs"]
 ) -> Float32[Tensor, " pairs"]:
     """The exact dot products of some pairs, rounded to fp32."""
+    exact_products = torch.float64 not in (keys.dtype, queries.dtype)
+    if exact_products and len(at_key) <= FEW:
+        terms = keys[at_key].double() * queries[at_query].double()
+        return torch.tensor([_summed(row) for row in terms.tolist()], dtype=torch.float32)
     parts = []
     for start in range(0, len(at_key), 4096):
         x = keys[at_key[start : start + 4096]].double()
         q = queries[at_query[start : start + 4096]].double()
-        parts.append(_exact_rows(x, q, exact_products=torch.float64 not in (keys.dtype, queries.dtype)))
+        parts.append(_exact_rows(x, q, exact_products))
     return torch.cat(parts)
+
+
+def _summed(terms: list[float]) -> float:
+    """The sum of exact terms, rounded once to fp32."""
+    total = math.fsum(terms) + 0.0
+    with np.errstate(over="ignore"):
+        near = np.float32(total)
+        other = np.nextafter(near, np.float32(np.inf if total > float(near) else -np.inf))
+    if not np.isfinite(near) or not np.isfinite(other):
+        return _nearest(sum(map(Fraction, terms), Fraction(0)))
+    if 2.0 * total == float(near) + float(other):
+        # Half-way in fp64: what was lost there decides, and nothing lost means ties to even, as numpy rounds.
+        rest = math.fsum([*terms, -total])
+        if rest != 0.0:
+            return float(max(near, other) if rest > 0 else min(near, other))
+    return float(near)
 
 
 def _exact_rows(x: Tensor, q: Tensor, exact_products: bool) -> Float32[Tensor, " pairs"]:

@@ -23,8 +23,10 @@ SEED = 1024  # rows that give the first thresholds
 FIRST = 8192  # rows that many queries meet before the others; whole blocks
 MANY = 32  # queries
 FEW = 64  # pairs that are scored at once
-COST = 32  # pairs of a plain scan that one exact score costs
-FREE = 1 << 21  # numbers of a scan that are not worth a thought
+# What things cost, in pairs of a flat scan for many queries: an exact score, a key that is read for it, a key of the
+# flat scan beside its pairs.
+SCORE, READ, SCANNED = 10, 350, 20
+FREE = 1 << 18  # pairs of a flat scan that are not worth a thought
 LARGEST = 3.4028235677973366e38  # what fp32 rounds to infinity from here on
 
 Exact = Callable[[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]], Float[Tensor, " pairs"]]
@@ -62,9 +64,9 @@ class Search:
         # Many queries meet the first rows alone: what is found there spares most of the work on the others.
         border = FIRST if len(self._units) >= MANY and len(view) > 2 * FIRST else 0
         for begin, end in ((0, border), (border, len(view))) if border else ((0, len(view)),):
-            pairs = survivors(view, asked, self._scaled(view), self._most(view), begin, end)
+            pairs = survivors(view, asked, self._scaled(view), self._worth(view) // SCORE, begin, end)
             self.found.bounded += pairs.bounded
-            if not pairs.paid:
+            if not pairs.paid or not self._pays(view, pairs):
                 return False
             self._rescore(view, pairs, exact)
         return True
@@ -94,9 +96,16 @@ class Search:
         scaled = exactly / view.scale / self._norms
         return (scaled - 1e-6 * scaled.abs() - TINY).float()
 
-    def _most(self, view: View) -> int:
-        """How many pairs may be left to be scored one by one: each costs as much as many of a plain scan."""
-        return max(len(view) * len(self._units), FREE // view.shadow.basis.shape[0]) // COST
+    def _worth(self, view: View) -> int:
+        """What scoring one by one may cost: half of a flat scan."""
+        return max(len(view.shadow) * (len(self._units) + SCANNED) // 2, FREE)
+
+    def _pays(self, view: View, pairs: Survivors) -> bool:
+        """Whether what is left is so little that scoring it costs less than a flat scan."""
+        worth = self._worth(view)
+        if (SCORE + READ) * len(pairs.at_row) <= worth:
+            return True
+        return SCORE * len(pairs.at_row) + READ * len(pairs.at_row.unique()) <= worth
 
     def _rescore(self, view: View, pairs: Survivors, exact: Exact) -> None:
         """Score what is left exactly: first the best bounds of every query, then what these do not rule out."""

@@ -15,6 +15,7 @@ from dualform.queries.found import Found
 from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
+from dualform.queries.search import Exact
 from dualform.queries.shadow import Shadow
 from dualform.queries.views import View
 
@@ -32,7 +33,7 @@ class Weighing(Protocol):
     def views(self, events: Events) -> Iterator[View | None]:
         """The rows of the chosen events, all by default; None for those of which no bound can be trusted."""
 
-    def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
+    def scan(self, found: Found, queries: Ids, events: Events, order: str, exact: Exact) -> bool:
         """Search every row for some of the queries; False, with nothing done, where that is not possible."""
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
@@ -67,12 +68,11 @@ class ByScore:
         chosen = self._keys(events)
         return (self._index.view(self._weight, span, chosen) for span in self._index.spans(self._weight))
 
-    def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
+    def scan(self, found: Found, queries: Ids, events: Events, order: str, exact: Exact) -> bool:
         """Search every key for some of the queries, in one pass over all of them."""
         norms = self._index.norms(self._weight)
-        chosen, sound = self._keys(events), norms.isfinite()
-        chosen = sound if chosen is None else chosen & sound
-        return scan(found, self._index.tiles(self._weight), self._queries[queries], norms, chosen, order)
+        asked = self._queries[queries]
+        return scan(found, self._index.tiles(self._weight), asked, norms, self._keys(events), order, exact)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         odd, chosen = self._index.odd(self._weight), self._keys(events)
@@ -147,7 +147,7 @@ class ByContribution:
         alphas = self._by_score.odd_scores(self._keys[ids], queries)
         return self._combine(alphas.double(), ids).float()
 
-    def scan(self, found: Found, queries: Ids, events: Events, order: str) -> bool:
+    def scan(self, found: Found, queries: Ids, events: Events, order: str, exact: Exact) -> bool:
         return False
 
     def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
