@@ -6,7 +6,7 @@ import threading
 import weakref
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
@@ -18,16 +18,16 @@ Keys = tuple[Float[Tensor, "some dim_in"], Int64[Tensor, " keys"], Float64[Tenso
 class HotKeys:
     """The keys of a weight by their numbers; some stay at hand for good, others as long as there is room.
 
-    `room` are the bytes that all this may take.
+    `norms` are not below those of the keys; `room` are the bytes that all this may take.
     """
 
-    def __init__(self, memory: StoredMemory, weight: int, room: int) -> None:
+    def __init__(self, memory: StoredMemory, weight: int, norms: Float32[Tensor, " keys"], room: int) -> None:
         self._owner, self._weight = weakref.ref(memory), weight
-        records = memory.manifest.segments
         self._width = memory.manifest.weights[weight].dim_in
         self._room = max(room // (4 * self._width + 16), LEAST)
+        self._all_norms = norms
         self._lock = threading.Lock()
-        self._slots = torch.full((sum(record.keys[weight] for record in records),), -1, dtype=torch.int32)
+        self._slots = torch.full((len(norms),), -1, dtype=torch.int32)
         self._keys = torch.empty(0, self._width)
         self._norms = torch.empty(0, dtype=torch.float64)
         self._numbers = torch.empty(0, dtype=torch.int64)
@@ -61,7 +61,7 @@ class HotKeys:
             self._renew(self._filled, dtype)
         at = slice(self._filled, self._filled + len(keys))
         self._keys[at], self._numbers[at] = keys, numbers
-        self._norms[at] = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+        self._norms[at] = self._all_norms[numbers].double()
         self._slots[numbers] = torch.arange(at.start, at.stop, dtype=torch.int32)
         self._filled = at.stop
 

@@ -57,10 +57,10 @@ class Index:
 
     def hot(self, weight: int) -> HotKeys:
         """The keys of a weight, of which some are at hand."""
-        most = self._memory.resident // 32
+        most = self._memory.resident // 16
 
         def make() -> HotKeys:
-            hot = HotKeys(self._memory, weight, most)
+            hot = HotKeys(self._memory, weight, self.norms(weight), most)
             for span in self.spans(weight):
                 shadow = self._shadow(weight, span)
                 hot.fix(shadow.numbers[: len(shadow.front)], shadow.front)

@@ -75,7 +75,7 @@ class Search:
         """Scores that k rows surely have: the exact ones of the rows with the best bounds among the first."""
         k = self.found.k
         first = min(max(SEED, 8 * k), len(view))
-        bounds = asked.fine @ view.fine(slice(0, first)).T
+        bounds = asked.fine @ view.first(first).T
         if view.offsets is not None and asked.offsets is not None:
             bounds.addr_(asked.offsets, view.offsets[:first])
         best = bounds.topk(min(k + max(k // 4, 2), first), dim=1).indices

@@ -30,6 +30,7 @@ class View:
     weights: Float32[Tensor, " rows"] | None = None
     offsets: Float32[Tensor, " rows"] | None = None
     _made: list[Levels] = field(default_factory=list)
+    _first: list[Tensor] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -94,6 +95,14 @@ class View:
             return fine
         weight = self.weights[at][:, None]
         return torch.cat([weight * fine[:, :-2], weight.abs() * fine[:, -2:-1], self.sizes[at][:, None]], dim=1)
+
+    def first(self, rows: int) -> Float32[Tensor, "rows fine"]:
+        """The fine rows of the first keys; kept, where they had to be picked out."""
+        if self.rows is None:
+            return self.fine(slice(0, rows))
+        if len(self._first) == 0 or len(self._first[0]) < rows:
+            self._first[:] = [self.fine(slice(0, rows))]
+        return self._first[0][:rows]
 
     def ids(self, at: Int64[Tensor, " some"]) -> Int64[Tensor, " some"]:
         """What some rows are called: their names, or else the numbers of their keys."""
