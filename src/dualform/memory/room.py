@@ -38,13 +38,11 @@ class Room:
         return sum(kept.size for kept in list(self._kept.values()))
 
     def get(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int], needs: Hashable = None) -> T:
-        """The thing of that key, made where it is not there; by one thread at a time."""
+        """The thing of that key, made where it is not there, by one thread at a time; it may have grown since."""
         with self._lock:
-            if key not in self._kept:
-                thing = make()
-                self.keep(key, thing, size(thing), needs)
-                return thing
-            return cast(T, self.find(key))
+            thing = cast(T, self._kept[key].thing) if key in self._kept else make()
+            self.keep(key, thing, size(thing), needs)
+            return thing
 
     def find(self, key: Hashable) -> Any:
         """The thing of that key, None where it is not there."""

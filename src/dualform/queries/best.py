@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
@@ -123,6 +123,7 @@ def _each_direction(
     if len(directions) > DIRECTIONS:
         return None
     table = index.table(weight)
+    index.values(weight, until, replace(scorer, directions=directions))  # all in one pass
     found: list[Best] = []
     for at, direction in enumerate(directions):
         queries = scorer.queries[which == at]

@@ -31,7 +31,7 @@ class Survivors:
 
 
 def survivors(
-    view: View, asked: Asked, thresholds: Float32[Tensor, " queries"], most: int, begin: int, end: int
+    view: View, asked: Asked, thresholds: Float32[Tensor, " queries"], k: int, most: int, begin: int, end: int
 ) -> Survivors:
     """The pairs of some rows (whole blocks) that no bound rules out; given up where they do not pay, above `most`."""
     reach = torch.searchsorted(view.ascending, -thresholds, right=True).clamp_max(end)
@@ -39,7 +39,7 @@ def survivors(
     order = reach.argsort(descending=True) if len(reach) > 1 else torch.zeros(1, dtype=torch.int64)
     reach, thresholds, asked = reach[order], thresholds[order], asked[order]
     work = int((reach - begin).clamp_min(0).sum())
-    spare = max(SPARE, len(view) * len(reach) // 64)
+    spare = SPARE + (len(view) // 64 + 16 * k) * len(reach)
     fast = compiled(work * CUTS[0])
     if work == 0:
         nothing = torch.empty(0, dtype=torch.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import xxhash
@@ -22,7 +23,7 @@ from dualform.queries.shadows import BLOCK, Shadows, Span
 from dualform.queries.table import BYTES, Table
 from dualform.queries.views import View
 
-Values = tuple[Float64[Tensor, "one events"], Float64[Tensor, " events"], Float64[Tensor, " events"]]
+Values = tuple[Float64[Tensor, "directions events"], Float64[Tensor, " events"], Float64[Tensor, " events"]]
 Chosen = Bool[Tensor, " rows"] | None
 Question = tuple[object, ...]
 
@@ -146,29 +147,39 @@ class Index:
                 yield at + record.first_keys[weight], keys
 
     def values(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> Values:
-        """What the scorer makes of every gradient of a weight, and the coefficients of weight and bias.
+        """What the scorer makes of every gradient of a weight, a row a direction, and the events' coefficients."""
+        room = self._memory.room
+        key = ("coefficients", weight, until, scorer.coefficients.bias_uses, scorer.coefficients.bias is None)
+        pair = room.get(
+            key,
+            lambda: scorer.coefficients.of_events(self.table(weight).block),
+            lambda pair: pair[0].nbytes + pair[1].nbytes,
+        )
+        return self._along(weight, scorer), *pair
 
-        A pass over the gradients.
-        """
-
-        def size(values: Values) -> int:
-            return sum(part.nbytes for part in values)
-
-        key = ("values", *self.question(weight, until, scorer))
-        return self._memory.room.get(key, lambda: self._read_values(weight, scorer), size)
+    def _along(self, weight: int, scorer: DirectionScorer | NormScorer) -> Float64[Tensor, "directions events"]:
+        """One pass over the gradients for all directions that are not at hand."""
+        room = self._memory.room
+        rows = scorer.directions if isinstance(scorer, DirectionScorer) else [None]
+        keys = [("along", weight, None if row is None else row.numpy().tobytes()) for row in rows]
+        found: list[Tensor | None] = [room.find(key) for key in keys]
+        missing = [at for at, row in enumerate(found) if row is None]
+        if missing:
+            some = scorer
+            if isinstance(scorer, DirectionScorer):
+                some = replace(scorer, directions=scorer.directions[missing])
+            parts = [some.of_gradients(block) for block in self._memory.blocks(weight, self._memory.steps)]
+            made = torch.cat([torch.empty(len(missing), 0, dtype=torch.float64), *parts], dim=1)
+            for at, row in zip(missing, made.unbind(), strict=True):
+                found[at] = row.clone()
+                room.keep(keys[at], found[at], row.nbytes)
+        return torch.stack([row for row in found if row is not None])
 
     def question(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> Question:
         """What the values of events depend on."""
         along = scorer.directions.numpy().tobytes() if isinstance(scorer, DirectionScorer) else b""
         coefficients = scorer.coefficients
         return weight, until, along, coefficients.bias_uses, coefficients.bias is None
-
-    def _read_values(self, weight: int, scorer: DirectionScorer | NormScorer) -> Values:
-        table = self.table(weight)
-        weight_of, bias_of = scorer.coefficients.of_events(table.block)
-        blocks = self._memory.blocks(weight, self._memory.steps)
-        parts = [scorer.of_gradients(block) for block in blocks]
-        return torch.cat([torch.empty(1, 0, dtype=torch.float64), *parts], dim=1), weight_of, bias_of
 
 
 def _digest(chosen: Chosen) -> bytes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float32, Float64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.blocks import Block
@@ -76,7 +77,18 @@ class DirectionScorer:
 
     def of_gradients(self, block: Block) -> Float64[Tensor, "one_or_queries events"]:
         """g·v of every event, rounded as its ranks are."""
-        return scores(_gradients(block), self.directions).double()
+        gradients = _gradients(block)
+        if self._units is not None and bool(gradients.sum(dtype=torch.float32).isfinite()):
+            return gradients[:, self._units].T.float().double() + 0.0
+        return scores(gradients, self.directions).double()
+
+    @cached_property
+    def _units(self) -> Int64[Tensor, " one_or_queries"] | None:
+        """The units whose outputs the directions are; None where one is not a unit's."""
+        ones = (self.directions == 1.0).sum(dim=1) == 1
+        return (
+            self.directions.argmax(dim=1) if bool((ones & ((self.directions != 0.0).sum(dim=1) == 1)).all()) else None
+        )
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Search:
         self.found = found
 
     def run(self, view: View, exact: Exact) -> bool:
-        """Search one view; False, with nothing done, where its bounds would not pay.
+        """Search one view; False where its bounds do not pay: what was found so far still holds.
 
         `exact` gives the scores of (ids, queries) pairs, in the sign that is searched for.
         """
@@ -64,7 +64,7 @@ class Search:
         # Many queries meet the first rows alone: what is found there spares most of the work on the others.
         border = FIRST if len(self._units) >= MANY and len(view) > 2 * FIRST else 0
         for begin, end in ((0, border), (border, len(view))) if border else ((0, len(view)),):
-            pairs = survivors(view, asked, self._scaled(view), self._worth(view) // SCORE, begin, end)
+            pairs = survivors(view, asked, self._scaled(view), k, self._worth(view) // SCORE, begin, end)
             self.found.bounded += pairs.bounded
             if not pairs.paid or not self._pays(view, pairs):
                 return False

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.queries.shadow import CUTS, LANES, Levels, Shadow, leveled, widened
+from dualform.queries.shadow import LANES, Levels, Shadow, leveled, widened
 
 STEP = 4096  # rows that are made at a time
 
@@ -36,10 +36,10 @@ class View:
         return len(self.sizes)
 
     def size(self) -> int:
-        """The bytes of what is its own, with the levels as far as they may be made."""
-        own = (self.rows, self.names, self.weights, self.offsets)
-        levels = 0 if self.rows is None else 4 * (CUTS[-1] + len(CUTS)) * len(self)
-        return 2 * self.sizes.nbytes + sum(tensor.nbytes for tensor in own if tensor is not None) + levels
+        """The bytes of what is its own, as far as it is made."""
+        own = [self.sizes, self.sizes, self.rows, self.names, self.weights, self.offsets, *self._first]
+        own += [level for levels in self._made for level in levels]
+        return sum(tensor.nbytes for tensor in own if tensor is not None)
 
     @cached_property
     def ascending(self) -> Float32[Tensor, " rows"]:
