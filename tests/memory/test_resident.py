@@ -223,3 +223,33 @@ def test_little_stays_mapped(tmp_path: Path) -> None:
             assert sum(size for _, size in kept._kept.values()) <= 3 << 20
     assert kept._kept
     assert file.read("x").equal(tensor)
+
+
+@pytest.mark.parametrize("most", [1 << 16, 1 << 30])
+@pytest.mark.parametrize("rows", [7, 64, 1000])
+def test_tiles_are_all_rows(most: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "TILE", 1 << 18)
+    monkeypatch.setattr(mapped, "SMALL", 1 << 10)
+    record, tensor = a_file(tmp_path)
+    file = TensorFile(tmp_path, record, windows=Windows(most))
+    for _ in range(2):  # the second time all is checked
+        at = 0
+        for start, tile in file.tiles("x", rows):
+            assert start == at and tile.equal(tensor[at : at + len(tile)])
+            at += len(tile)
+        assert at == len(tensor)
+
+
+def test_rows_that_were_checked_are_read_by_one_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = pytest.importorskip("dualform.compiled")
+    monkeypatch.setattr(mapped, "compiled", lambda work: loops)
+    record, tensor = a_file(tmp_path)
+    file = TensorFile(tmp_path, record)
+    rows = torch.randint(len(tensor), (50,), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        assert file.gather("x", rows).equal(tensor[rows])
+    with (tmp_path / "a.safetensors").open("r+b") as damaged:
+        damaged.seek(-200, 2)
+        damaged.write(b"x")
+    with pytest.raises(DamagedMemory):
+        file.gather("x", torch.arange(len(tensor))[-50:])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
-from dualform.queries import best, cascade, compiled, search
+from dualform import compiled
+from dualform.queries import best, cascade, search
 from dualform.queries.best import best_events, suits
 from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search

@@ -21,11 +21,13 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dualform.errors import DamagedMemory
+from dualform.fast import compiled
 from dualform.memory.files import CHUNK, DTYPES, ZEROS, FileRecord
-from dualform.memory.windows import Bytes, Descriptor, Windows, copied, descriptors, fill, window
+from dualform.memory.windows import Bytes, Descriptor, Windows, copied, descriptors, fill, fill_at_once, window
 
 SMALL = 256 << 10  # up to here a copy is faster than a mapping and its page faults
 FEW = 256  # rows up to which reading one by one is faster than mapping all between the first and the last
+TILE = 8 << 20  # bytes that are read at a time where they cannot stay mapped
 WINDOW = 32 << 20  # bytes that `gather` maps at a time
 _MARK = b'"checksum":"'
 
@@ -214,6 +216,38 @@ class TensorFile:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(self._bytes(descriptor, at, at + length)).view(dtype).reshape(shape)
 
+    def tiles(self, name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """All rows of a tensor, at most so many at a time, with the number of the first.
+
+        A tile is there until the next one is asked for. What can stay mapped is mapped; the rest is read into memory
+        that the next tile uses again, which costs less than mapping it for a moment.
+        """
+        self._open()
+        dtype, shape, begin = self._entry(name)
+        width = math.prod(shape[1:]) * dtype.itemsize
+        for start in range(0, shape[0], rows):
+            stop = min(start + rows, shape[0])
+            if self._stays(*(self._start + begin + row * width for row in (start, stop))):
+                yield start, self.read(name, start, stop)
+            else:
+                yield from self._read_tiles(name, start, stop, max(TILE // width, 1))
+
+    def _stays(self, begin: int, end: int) -> bool:
+        """Whether bytes are better mapped: few, not checked yet, or such as can stay mapped."""
+        if self._windows is None or end - begin < TILE or self._untouched(begin, end):
+            return True
+        return self._windows.fits((self._name, self._seen, begin, end), begin, end)
+
+    def _read_tiles(self, name: str, start: int, stop: int, rows: int) -> Iterator[tuple[int, Tensor]]:
+        descriptor = self._open()
+        dtype, shape, begin = self._entry(name)
+        width = math.prod(shape[1:]) * dtype.itemsize
+        buffer = np.empty(rows * width, dtype=np.uint8)
+        for at in range(start, stop, rows):
+            data = buffer[: min(rows, stop - at) * width]
+            fill_at_once(descriptor, data, self._start + begin + at * width)
+            yield at, torch.from_numpy(data).view(dtype).reshape(-1, *shape[1:])
+
     def gather(self, name: str, rows: Int64[Tensor, " rows"]) -> Tensor:
         """Some rows of a tensor, in any order."""
         dtype, shape, _ = self._entry(name)
@@ -230,8 +264,20 @@ class TensorFile:
         if min(numbers) < 0 or max(numbers) >= shape[0]:
             raise IndexError(f"{name} has the rows 0 to {shape[0] - 1}")
         if len(numbers) <= FEW:
-            return self._few(descriptor, self._start + begin, width, numbers)
+            at = self._start + begin
+            found = self._at_once(descriptor, at + rows * width, width)
+            return self._few(descriptor, at, width, numbers) if found is None else found
         return self._many(descriptor, self._start + begin, width, rows, shape[0])
+
+    def _at_once(self, descriptor: Descriptor, places: Int64[np.ndarray, " rows"], width: int) -> Rows | None:
+        """Rows that were checked before, by one compiled loop; None where it is not at hand, or something is wrong."""
+        loops = compiled(len(places) * width)
+        if loops is None:
+            return None
+        chunks = {*(places // CHUNK).tolist(), *((places + width - 1) // CHUNK).tolist()}
+        data: Rows = np.empty((len(places), width), dtype=np.uint8)
+        checked = width <= CHUNK and self._unchecked.isdisjoint(chunks)
+        return data if checked and loops.read_rows(descriptor.number, places, data) else None
 
     def _few(self, descriptor: Descriptor, at: int, width: int, rows: list[int]) -> Rows:
         """Rows read one by one; those that follow each other at once."""

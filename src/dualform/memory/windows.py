@@ -15,9 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import numpy as np
+import torch
 from jaxtyping import UInt8
 
 from dualform.errors import DamagedMemory
+from dualform.fast import in_parts
 from dualform.memory.room import Room
 
 HUGE = 2 << 20
@@ -95,6 +97,16 @@ def fill(descriptor: Descriptor, data: Bytes, begin: int) -> None:
         filled += more
 
 
+def fill_at_once(descriptor: Descriptor, data: Bytes, begin: int) -> None:
+    """The same by several threads."""
+
+    def some(part: int, parts: int) -> None:
+        first, last = (len(data) * edge // parts // 4096 * 4096 for edge in (part, part + 1))
+        fill(descriptor, data[first : len(data) if part + 1 == parts else last], begin + first)
+
+    in_parts(some, torch.get_num_threads(), short=True)
+
+
 def copied(descriptor: Descriptor, begin: int, end: int) -> Bytes:
     """Bytes begin…end of a file, read into memory of their own."""
     data = np.empty(end - begin, dtype=np.uint8)
@@ -151,6 +163,14 @@ class Windows:
     def _most(self) -> int:
         return self._least if self._room is None else self._least + max(self._room.most - self._room.used, 0)
 
+    def fits(self, key: Hashable, begin: int, end: int) -> bool:
+        """Whether the window of that key is kept, or can be without another one going."""
+        first, last = _edges(begin, end)
+        return key in self._kept or self._used() + last - first <= self._most
+
+    def _used(self) -> int:
+        return sum(size for _, size in list(self._kept.values()))
+
     def get(self, key: Hashable, descriptor: Descriptor, begin: int, end: int) -> Bytes:
         """The window of that key, mapped anew where it was not kept."""
         kept = self._kept.get(key)
@@ -168,5 +188,5 @@ class Windows:
 
     def _make_room(self, room: int) -> None:
         # Without a lock, which a forked process could inherit locked: threads may keep a window too many for a moment.
-        while (keys := list(self._kept)) and sum(size for _, size in list(self._kept.values())) + room > self._most:
+        while (keys := list(self._kept)) and self._used() + room > self._most:
             self._kept.pop(keys[self._random.randrange(len(keys))], None)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from dualform.queries.fast import compiled, in_parts
+from dualform.fast import compiled, in_parts
 from dualform.queries.pairs import pair_products
 from dualform.queries.shadow import CUTS, LANES, SLACK, Asked
 from dualform.queries.views import View

@@ -77,18 +77,16 @@ def _products(
 
     Each is there until the next ones are asked for.
     """
-    joined = len(queries) <= FEW
-    most = max((JOINED if joined else TILE) // len(queries), 256)
-    buffer, first, filled, tile = torch.empty(0, len(queries)), 0, 0, torch.empty(0, 0)
+    most = max((JOINED if len(queries) <= FEW else TILE) // len(queries), 256)
+    buffer, first, filled = torch.empty(0, len(queries)), 0, 0
     for number, stored in tiles:
         keys = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
         asked = queries.to(keys.dtype).contiguous()
         at = 0
         while at < len(keys):
-            follows = number + at == first + filled and (joined or at > 0)
-            if filled == len(buffer) or keys.dtype != buffer.dtype or not follows:
+            if filled == len(buffer) or keys.dtype != buffer.dtype or number + at != first + filled:
                 if filled:
-                    yield first, buffer[:filled], tile if len(tile) == filled else None
+                    yield first, buffer[:filled], None
                 if keys.dtype != buffer.dtype or len(buffer) == 0:
                     buffer = torch.empty(most, len(queries), dtype=keys.dtype)
                 first, filled = number + at, 0
@@ -99,8 +97,11 @@ def _products(
             else:
                 torch.mm(tile, asked.T, out=products)
             at, filled = at + len(tile), filled + len(tile)
+            if len(queries) > FEW:
+                yield first, buffer[:filled], tile  # as long as the keys are there
+                first, filled = number + at, 0
     if filled:
-        yield first, buffer[:filled], tile if len(tile) == filled else None
+        yield first, buffer[:filled], None
 
 
 def _candidates(

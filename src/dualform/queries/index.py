@@ -138,13 +138,13 @@ class Index:
         return self._memory.room.get(("norms", weight), make, lambda norms: norms.nbytes)
 
     def tiles(self, weight: int) -> Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]:
-        """Every stored key, with the number of the first: a segment's at a time as far as they may be resident."""
+        """Every stored key, with the number of the first; each tile is there until the next one is asked for."""
         for file, record in self._memory.segments:
             wide = 8 * self._memory.manifest.weights[weight].dim_in
             rows = max(self._memory.resident // 16 // wide, min(BLOCK, self._memory.block_rows(weight)))
-            for at in range(0, record.keys[weight], rows):
-                keys = file.read(f"w{weight}/keys", at, min(at + rows, record.keys[weight]))
-                yield at + record.first_keys[weight], keys
+            if record.keys[weight]:
+                for at, keys in file.tiles(f"w{weight}/keys", rows):
+                    yield at + record.first_keys[weight], keys
 
     def values(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> Values:
         """What the scorer makes of every gradient of a weight, a row a direction, and the events' coefficients."""

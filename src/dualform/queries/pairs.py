@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.queries.fast import compiled, in_parts
+from dualform.fast import compiled, in_parts
 
 MANY = 1 << 16  # numbers for which a compiled loop pays
 WIDE = 64  # queries for which the same

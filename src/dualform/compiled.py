@@ -4,6 +4,7 @@ from typing import Any, no_type_check
 
 import numba
 import numpy as np
+from numba import types
 
 from dualform.queries.shadow import LANES, SPANS
 
@@ -11,6 +12,23 @@ Array = np.ndarray[Any, Any]
 GROUP = 16
 CHUNK = 8  # blocks that a thread takes at a time
 WIDTH0, WIDTH1, WIDTH2 = (stop - start for start, stop in SPANS)
+
+
+# ssize_t pread(int descriptor, void *to, size_t bytes, off_t from)
+_pread = types.ExternalFunction("pread", types.intp(types.intc, types.intp, types.uintp, types.int64))
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def read_rows(descriptor: int, places: Array, rows: Array) -> bool:
+    """Fill every row with the bytes of a file from its place on; False where they could not all be read."""
+    width = rows.shape[1]
+    for row in range(len(places)):
+        if _pread(descriptor, rows[row].ctypes.data, width, places[row]) != width:
+            break
+    else:
+        return True
+    return False
 
 
 @numba.njit(cache=True, nogil=True)

@@ -36,21 +36,25 @@ def compiled(work: int) -> ModuleType | None:
         _State.done += work
         if _State.done > PAYS:
             try:
-                _State.loops = importlib.import_module("dualform.queries.compiled")
+                _State.loops = importlib.import_module("dualform.compiled")
             except ImportError:
                 _State.missing = True
     return _State.loops
 
 
-def in_parts(loop: Callable[..., T], parts: int, *arguments: Any) -> list[T]:
-    """Run a loop in about so many parts, by as many threads as torch has; each part's result."""
+def in_parts(loop: Callable[..., T], parts: int, *arguments: Any, short: bool = False) -> list[T]:
+    """Run a loop in about so many parts, by as many threads as torch has; each part's result.
+
+    A `short` one shares the cores with torch's idle threads.
+    """
     threads = max(min(parts, torch.get_num_threads()), 1)
     parts = min(parts, TURNS * threads) if threads > 1 else 1
     if parts == 1:
         return [loop(*arguments, 0, 1)]
     if _State.pool is None:
         _State.pool = ThreadPoolExecutor(max(os.cpu_count() or 1, threads), thread_name_prefix="dualform")
-    _end_idle()
+    if not short:
+        _end_idle()
     turns = itertools.count()  # threads take the next part when they are done with one: a core may be busy
     results: list[T | None] = [None] * parts
 
