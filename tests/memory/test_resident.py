@@ -234,7 +234,7 @@ def test_tiles_are_all_rows(most: int, rows: int, tmp_path: Path, monkeypatch: p
     file = TensorFile(tmp_path, record, windows=Windows(most))
     for _ in range(2):  # the second time all is checked
         at = 0
-        for start, tile in file.tiles("x", rows):
+        for start, tile in file.tiles("x", rows, read=True):
             assert start == at and tile.equal(tensor[at : at + len(tile)])
             at += len(tile)
         assert at == len(tensor)

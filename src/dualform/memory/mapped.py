@@ -216,18 +216,18 @@ class TensorFile:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(self._bytes(descriptor, at, at + length)).view(dtype).reshape(shape)
 
-    def tiles(self, name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
+    def tiles(self, name: str, rows: int, read: bool = False) -> Iterator[tuple[int, Tensor]]:
         """All rows of a tensor, at most so many at a time, with the number of the first.
 
-        A tile is there until the next one is asked for. What can stay mapped is mapped; the rest is read into memory
-        that the next tile uses again, which costs less than mapping it for a moment.
+        A tile is there until the next one is asked for. With `read`, what cannot stay mapped is read into memory that
+        the next tile uses again: that costs less than mapping it for a moment.
         """
         self._open()
         dtype, shape, begin = self._entry(name)
         width = math.prod(shape[1:]) * dtype.itemsize
         for start in range(0, shape[0], rows):
             stop = min(start + rows, shape[0])
-            if self._stays(*(self._start + begin + row * width for row in (start, stop))):
+            if not read or self._stays(*(self._start + begin + row * width for row in (start, stop))):
                 yield start, self.read(name, start, stop)
             else:
                 yield from self._read_tiles(name, start, stop, max(TILE // width, 1))

@@ -137,13 +137,16 @@ class Index:
 
         return self._memory.room.get(("norms", weight), make, lambda norms: norms.nbytes)
 
-    def tiles(self, weight: int) -> Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]:
-        """Every stored key, with the number of the first; each tile is there until the next one is asked for."""
+    def tiles(self, weight: int, read: bool = False) -> Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]:
+        """Every stored key, with the number of the first; each tile is there until the next one is asked for.
+
+        With `read`, keys that cannot stay mapped are read instead: better where little is done with them.
+        """
         for file, record in self._memory.segments:
             wide = 8 * self._memory.manifest.weights[weight].dim_in
             rows = max(self._memory.resident // 16 // wide, min(BLOCK, self._memory.block_rows(weight)))
             if record.keys[weight]:
-                for at, keys in file.tiles(f"w{weight}/keys", rows):
+                for at, keys in file.tiles(f"w{weight}/keys", rows, read):
                     yield at + record.first_keys[weight], keys
 
     def values(self, weight: int, until: int, scorer: DirectionScorer | NormScorer) -> Values:

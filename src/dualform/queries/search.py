@@ -25,7 +25,7 @@ MANY = 32  # queries
 FEW = 64  # pairs that are scored at once
 # What things cost, in pairs of a flat scan for many queries: an exact score, a key that is read for it, a key of the
 # flat scan beside its pairs.
-SCORE, READ, SCANNED = 10, 350, 20
+SCORE, READ, SCANNED = 10, 150, 20
 FREE = 1 << 18  # pairs of a flat scan that are not worth a thought
 LARGEST = 3.4028235677973366e38  # what fp32 rounds to infinity from here on
 
@@ -66,9 +66,8 @@ class Search:
         for begin, end in ((0, border), (border, len(view))) if border else ((0, len(view)),):
             pairs = survivors(view, asked, self._scaled(view), k, self._worth(view) // SCORE, begin, end)
             self.found.bounded += pairs.bounded
-            if not pairs.paid or not self._pays(view, pairs):
+            if not pairs.paid or not self._rescore(view, pairs, exact):
                 return False
-            self._rescore(view, pairs, exact)
         return True
 
     def _seed(self, view: View, asked: Asked, exact: Exact) -> Float64[Tensor, " queries"]:
@@ -100,18 +99,22 @@ class Search:
         """What scoring one by one may cost: half of a flat scan."""
         return max(len(view.shadow) * (len(self._units) + SCANNED) // 2, FREE)
 
-    def _pays(self, view: View, pairs: Survivors) -> bool:
-        """Whether what is left is so little that scoring it costs less than a flat scan."""
+    def _pays(self, view: View, at_row: Int64[Tensor, " pairs"]) -> bool:
+        """Whether pairs are so few that scoring them costs less than a flat scan."""
         worth = self._worth(view)
-        if (SCORE + READ) * len(pairs.at_row) <= worth:
+        if (SCORE + READ) * len(at_row) <= worth:
             return True
-        return SCORE * len(pairs.at_row) + READ * len(pairs.at_row.unique()) <= worth
+        return SCORE * len(at_row) + READ * len(at_row.unique()) <= worth
 
-    def _rescore(self, view: View, pairs: Survivors, exact: Exact) -> None:
-        """Score what is left exactly: first the best bounds of every query, then what these do not rule out."""
+    def _rescore(self, view: View, pairs: Survivors, exact: Exact) -> bool:
+        """Score what is left exactly: first the best bounds of every query, then what these do not rule out.
+
+        False where that is still too much.
+        """
         at_row, at_query, bounds = pairs.at_row, pairs.at_query, pairs.bounds
         if len(at_row) <= FEW:
-            return self._score(view, at_row, at_query, exact)
+            self._score(view, at_row, at_query, exact)
+            return True
         order = by_query(at_query, bounds)
         at_row, at_query, bounds = at_row[order], at_query[order], bounds[order]
         rank = ranks(at_query, self.found.queries)
@@ -122,7 +125,10 @@ class Search:
         first[at_query[taken], rank[taken]] = scores.double()
         self.found.raise_to(first.topk(self.found.k, dim=1).values[:, -1])
         later = ((rank >= most) & (bounds >= self._scaled(view)[at_query])).nonzero()[:, 0]
+        if not self._pays(view, at_row[later]):
+            return False
         if len(later):
             scores = torch.cat([scores, self._scores(view, at_row[later], at_query[later], exact)])
             taken = torch.cat([taken, later])
         self.found.add(at_query[taken], view.ids(at_row[taken]), scores)
+        return True

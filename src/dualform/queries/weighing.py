@@ -19,6 +19,8 @@ from dualform.queries.search import Exact
 from dualform.queries.shadow import Shadow
 from dualform.queries.views import View
 
+READ = 4  # queries for which a scan does so little that reading keys is better than mapping them
+
 Ids = Int64[Tensor, " pairs"]
 Events = Bool[Tensor, " events"] | None
 
@@ -72,7 +74,8 @@ class ByScore:
         """Search every key for some of the queries, in one pass over all of them."""
         norms = self._index.norms(self._weight)
         asked = self._queries[queries]
-        return scan(found, self._index.tiles(self._weight), asked, norms, self._keys(events), order, exact)
+        tiles = self._index.tiles(self._weight, read=len(asked) <= READ)
+        return scan(found, tiles, asked, norms, self._keys(events), order, exact)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         odd, chosen = self._index.odd(self._weight), self._keys(events)
