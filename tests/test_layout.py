@@ -19,7 +19,7 @@ LONGEST = 400
 
 # A component may import those of earlier rows. "dualform" is the package as a user sees it.
 ORDER = (
-    ("errors", "blocks", "layers", "optimizers"),
+    ("errors", "fast", "compiled", "blocks", "layers", "optimizers"),
     ("memory",),
     ("recording", "queries"),
     ("dual", "replay"),
@@ -30,7 +30,13 @@ ORDER = (
     ("cli",),
 )
 # Within a row, only these.
-BESIDE = {"blocks": {"errors"}, "layers": {"errors", "blocks"}, "optimizers": {"errors", "blocks"}}
+BESIDE = {
+    "fast": {"compiled"},
+    "compiled": {"fast"},
+    "blocks": {"errors"},
+    "layers": {"errors", "blocks"},
+    "optimizers": {"errors", "blocks"},
+}
 FREE = {"dualform", "__main__"}
 
 RANK = {component: rank for rank, row in enumerate(ORDER) for component in row}

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from numba import types
 
-from dualform.queries.shadow import LANES, SPANS
+from dualform.fast import LANES, SPANS
 
 Array = np.ndarray[Any, Any]
 GROUP = 16

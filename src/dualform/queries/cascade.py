@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from dualform.fast import compiled, in_parts
+from dualform.fast import CUTS, LANES, compiled, in_parts
 from dualform.queries.pairs import pair_products
-from dualform.queries.shadow import CUTS, LANES, SLACK, Asked
+from dualform.queries.shadow import SLACK, Asked
 from dualform.queries.views import View
 
 TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
+from dualform.fast import CUTS, LANES, SPANS
+
 HEAD = 94  # columns of x H; with the tail and the norm 96 in all
-CUTS = (7, 15, 30)  # of the first columns, each with a tail of its own, for the bounds that most rows fail
-SPANS = tuple(zip((0, *CUTS), CUTS, strict=False))
-LANES = 32  # rows of a block, in which a column is contiguous
 BAND = 1024  # rows of similar norm, in an order in which those of a block are alike
 SLACK = 1e-4
 SAMPLE = 4096

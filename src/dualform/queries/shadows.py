@@ -18,12 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dualform.errors import DamagedMemory
+from dualform.fast import CUTS
 from dualform.memory import StoredMemory
 from dualform.memory.derived import SHADOWS
 from dualform.memory.disk import disk
 from dualform.memory.files import write_sealed
 from dualform.memory.mapped import TensorFile
-from dualform.queries.shadow import CUTS, HEAD, Shadow, build
+from dualform.queries.shadow import HEAD, Shadow, build
 
 logger = logging.getLogger("dualform")
 VERSION = "4"

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.queries.shadow import LANES, Levels, Shadow, leveled, widened
+from dualform.fast import LANES
+from dualform.queries.shadow import Levels, Shadow, leveled, widened
 
 STEP = 4096  # rows that are made at a time
 
