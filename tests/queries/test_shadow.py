@@ -1,5 +1,8 @@
 """The certified shadow: its bounds hold, and what it finds is what a scan of every event finds."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -10,14 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dualform
-from dualform import compiled
-from dualform.queries import best, cascade, search
+from dualform import compiled, fast
+from dualform.fast import LANES
+from dualform.queries import best, cascade, examples, pairs, search
 from dualform.queries.best import best_events, suits
+from dualform.queries.pairs import pair_products
 from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search
 from dualform.queries.selection import Grouping
 from dualform.queries.shadow import SLACK, Asked, Shadow, build
 from dualform.queries.spotlight import Attention
+from dualform.queries.views import View
 
 KINDS = [
     "relu", "gaussian", "normalised", "constant", "equal norms", "one huge", "zeros", "denormal", "wide range",
@@ -125,9 +131,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SEED", 16)
 
 
-def always():
+@contextmanager
+def always() -> Iterator[None]:
     """Bounds are used also where they do not pay."""
-    return mock.patch.object(Search, "_worth", return_value=1 << 40)
+    with mock.patch.object(Search, "_worth", return_value=1 << 40), mock.patch.object(cascade, "SPARE", 1 << 40):
+        yield
 
 
 def same(attention, k: int, order: str, grouping: Grouping | None = None) -> bool:
@@ -172,6 +180,52 @@ def test_the_index_finds_what_a_scan_finds(kind: str, order: str, tmp_path: Path
         same(attention, 7, order)
         same(attention.where(label=[0, 2]), 3, order)
     assert answered or kind in ("denormal", "fp64 tiny", "constant")
+    if answered:
+        with always():
+            assert attention.top(7, order=order).explain().startswith("certified shadow")
+
+
+@pytest.mark.parametrize("kind", ["relu", "gaussian", "equal norms", "repeated"])
+def test_several_threads_find_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast.torch, "get_num_threads", lambda: 3)
+    for module in (cascade, pairs):
+        monkeypatch.setattr(module, "PART", 64)
+    for name in ("MANY", "WIDE"):
+        monkeypatch.setattr(pairs, name, 1)
+        monkeypatch.setattr(pairs, "compiled", lambda work: compiled)
+    keys = rows_of(kind, 3000, 24, 5)
+    record(tmp_path / "run", keys)
+    attention = dualform.open(tmp_path / "run").attend(None, {"": rows_of("gaussian", 40, 24, 6)})[""]
+    parts = []
+    whole = fast.in_parts
+
+    def counted(*arguments, **settings):
+        parts.append(len(result := whole(*arguments, **settings)))
+        return result
+
+    for module in (cascade, pairs):
+        monkeypatch.setattr(module, "in_parts", counted)
+    with always():
+        for order in ("largest", "absolute"):
+            assert same(attention, 7, order)
+            assert same(attention.contributions(unit=1), 5, order)
+    assert max(parts) == 3 * fast.TURNS
+    with mock.patch.object(Search, "_worth", return_value=0):
+        assert same(attention, 7, "largest")
+
+
+def test_views_that_several_threads_ask_for_at_once() -> None:
+    shadow = shadow_of(rows_of("relu", 9000, 20, 0))
+    view = View.of(shadow, torch.arange(len(shadow)) % 2 == 0)
+
+    def ask(rows: int) -> bool:
+        enough = len(view.levels(rows)[0]) * LANES >= min(rows, len(view)) and len(view.first(rows)) == rows
+        view._made.clear()
+        view._first.clear()
+        return enough
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, [10, 4100, 50, 4400, 1000] * 20))
 
 
 @pytest.mark.parametrize("kind", ["relu", "gaussian", "equal norms", "zeros", "repeated", "wide range"])
@@ -292,3 +346,21 @@ def test_the_best_examples_are_those_of_the_sums(order: str, tmp_path: Path) -> 
             assert torch.tensor(answer.groups).equal(expected)
             assert (answer.scores - scores.gather(1, expected)).abs().max() <= 1e-12 * scores.abs().max()
             assert (answer.counts == 6).all()
+
+
+def test_sums_that_come_out_otherwise_when_formed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def another_order(*arguments):
+        found = pair_products(*arguments)
+        return found * (1 + 1e-15 * torch.randint(-1, 2, found.shape, generator=generator))
+
+    record(tmp_path / "run", rows_of("relu", 900, 24, 5), examples=150)
+    memory = dualform.open(tmp_path / "run")
+    attention = memory.attend(None, {"": rows_of("gaussian", 60, 24, 6)})[""]
+    with always():
+        expected = attention.top(5, by="example")
+        assert "shadow" in expected.explain()
+        monkeypatch.setattr(examples, "pair_products", another_order)
+        for _ in range(5):
+            assert attention.top(5, by="example").groups == expected.groups

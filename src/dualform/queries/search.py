@@ -80,7 +80,11 @@ class Search:
         best = bounds.topk(min(k + max(k // 4, 2), first), dim=1).indices
         at_query = torch.arange(len(best))[:, None].expand_as(best)
         scores = self._scores(view, best.reshape(-1), at_query.reshape(-1), exact)
-        return scores.view_as(best).double().topk(k, dim=1).values[:, -1]
+        lowest = scores.view_as(best).double().topk(k, dim=1).values[:, -1]
+        if scores.dtype == torch.float32:
+            return lowest
+        # Sums in fp64 depend on the order in which they were formed, and these rows will be scored once more.
+        return lowest - (view.shadow.basis.shape[0] + 4) * 2.0**-51 * view.scale * self._norms
 
     def _scores(self, view: View, at_row: Tensor, at_query: Tensor, exact: Exact) -> Tensor:
         self.found.scored += len(at_row)

@@ -80,12 +80,15 @@ class View:
         """At least the first rows in blocks; made as far as they are asked for, and kept."""
         if self.rows is None:
             return self.shadow.levels
-        made = len(self._made[0][0]) * LANES if self._made else 0
-        if made < min(rows, len(self)):
+        # What is returned is what was looked at or made here: another thread may put something shorter in its place.
+        levels = self._made[0] if self._made else None
+        made = 0 if levels is None else len(levels[0]) * LANES
+        if levels is None or made < min(rows, len(self)):
             at = slice(0, -(-max(rows, 2 * made) // STEP) * STEP)
             weights, offsets = (None if part is None else part[at] for part in (self.weights, self.offsets))
-            self._made[:] = [leveled(self.shadow.fine[self.rows[at]], weights, offsets)]
-        return self._made[0]
+            levels = leveled(self.shadow.fine[self.rows[at]], weights, offsets)
+            self._made[:] = [levels]
+        return levels
 
     def fine(self, at: slice | Int64[Tensor, " some"]) -> Float32[Tensor, "some fine"]:
         """The fine rows of some keys, as the queries are multiplied with them."""
@@ -101,9 +104,11 @@ class View:
         """The fine rows of the first keys; kept, where they had to be picked out."""
         if self.rows is None:
             return self.fine(slice(0, rows))
-        if len(self._first) == 0 or len(self._first[0]) < rows:
-            self._first[:] = [self.fine(slice(0, rows))]
-        return self._first[0][:rows]
+        first = self._first[0] if self._first else None
+        if first is None or len(first) < rows:
+            first = self.fine(slice(0, rows))
+            self._first[:] = [first]
+        return first[:rows]
 
     def ids(self, at: Int64[Tensor, " some"]) -> Int64[Tensor, " some"]:
         """What some rows are called: their names, or else the numbers of their keys."""
