@@ -353,7 +353,7 @@ def test_sums_that_come_out_otherwise_when_formed_again(tmp_path: Path, monkeypa
 
     def another_order(*arguments):
         found = pair_products(*arguments)
-        return found * (1 + 1e-15 * torch.randint(-1, 2, found.shape, generator=generator))
+        return found * (1 + 1e-15 * torch.randint(-1, 2, found.shape, generator=generator).double())
 
     record(tmp_path / "run", rows_of("relu", 6000, 24, 5), examples=600)
     memory = dualform.open(tmp_path / "run")
