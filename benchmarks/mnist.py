@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 import dualform
-from dualform.experiments.demo import accuracy, train
 from dualform.experiments.recipes import recipe
+from dualform.experiments.training import accuracy, batches, train
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def measure(path: Path, steps: int, attend: int, seed: int = 0) -> Figures:
     model = chosen.model()
     start = time.perf_counter()
     with torch.enable_grad():
-        train(model, chosen, data, path, steps, seed)
+        train(model, chosen, data, path, list(batches(len(data.train), steps, seed)))
     seconds = time.perf_counter() - start
     memory = dualform.open(path)
     start = time.perf_counter()

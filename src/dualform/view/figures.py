@@ -135,6 +135,8 @@ def _draw_shares(axes: Axes, exhibit: Exhibit, panel: Panel, highest: float) -> 
         axes.set_ylim(0, highest * 1.05)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     axes.tick_params(labelsize=7.5, length=0, colors=INK)
+    if max(map(len, exhibit.class_names)) > 2:
+        axes.tick_params(axis="x", labelsize=6.5, rotation=90)
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import dualform
 from dualform.errors import BadCall, BadQuery
 from dualform.experiments.asking.conditions import condition
-from dualform.experiments.asking.inputs import Source, read_inputs
+from dualform.experiments.asking.inputs import Source, output_names, read_inputs
 from dualform.experiments.asking.models import factory, rebuilt_model, require_recipe
 from dualform.experiments.asking.rows import Asked, Columns, layer_reply, place
 from dualform.queries import Attention
@@ -55,7 +55,7 @@ def ask(
         steps=memory.steps,
         until=memory.end(question.until),
         question=question,
-        predictions=predictions(outputs, inputs.labels, columns.class_names),
+        predictions=predictions(outputs, inputs.labels, output_names(memory, inputs)),
         layers=tuple(replies),
         notes=inputs.notes,
     )

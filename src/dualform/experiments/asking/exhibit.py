@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dualform
 from dualform.errors import BadCall, BadQuery
-from dualform.experiments.asking.inputs import Inputs
+from dualform.experiments.asking.inputs import Inputs, output_names
 from dualform.experiments.asking.models import require_recipe
 from dualform.experiments.asking.rows import Asked, Columns, event_rows
 from dualform.view.figures import check_format, save, spotlight_figure
@@ -51,7 +51,7 @@ def draw(
     prediction, question = reply.predictions[0], reply.question
     if prediction.probability is None or inputs.images is None:
         raise BadCall("--save shows the answer of a recipe's model; this model's outputs are not the recipe's classes.")
-    images = training_images(memory)
+    images, names = training_images(memory), output_names(memory, inputs)
     panels = tuple(panel(layer, first[layer.layer], question, images, columns) for layer in reply.layers)
     if question.contributions is None:
         words = {"largest": "best matches", "smallest": "lowest scores", "absolute": "largest scores of either sign"}
@@ -69,7 +69,7 @@ def draw(
         label=prediction.label,
         answer=prediction.answer,
         probability=prediction.probability,
-        class_names=columns.class_names,
+        class_names=names,
         panels=panels,
         matches_title=what + where,
         shares_title="sum of contributions, by class" if signed else share,

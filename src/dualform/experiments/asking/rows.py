@@ -23,6 +23,8 @@ class Columns:
     def __init__(self, memory: dualform.Memory) -> None:
         chosen = recipe_of(memory)
         self.class_names: tuple[str, ...] = chosen.class_names if chosen is not None else ()
+        tasks = chosen.tasks if chosen is not None else ()
+        self._named = {task.name: task.class_names for task in tasks}
         columns = (memory.column(name) for name in memory.columns)
         self._columns = [column for column in columns if column.values.ndim == 1]
 
@@ -35,10 +37,11 @@ class Columns:
                 found[column.name] = value if column.categories is None else column.categories[int(value)]
         return found
 
-    def class_name(self, label: Any) -> str | None:
-        """The name of the class that a label stands for, where a recipe names it."""
+    def class_name(self, label: Any, task: Any = None) -> str | None:
+        """The name of the class that a label stands for, in its task, where a recipe names it."""
         whole = isinstance(label, int) and not isinstance(label, bool)
-        return self.class_names[label] if whole and 0 <= label < len(self.class_names) else None
+        names = self._named.get(task, self.class_names)
+        return names[label] if whole and 0 <= label < len(names) else None
 
 
 def layer_reply(memory: dualform.Memory, layer: str, asked: Asked, question: Question, columns: Columns) -> LayerReply:
@@ -84,7 +87,7 @@ def event_rows(found: TopEvents, query: int, columns: Columns) -> tuple[EventRow
         for rank, (score, event, example, step, position, use) in enumerate(zip(*lists, strict=True), start=1):
             if event >= 0:
                 values = columns.of(example)
-                name = columns.class_name(values.get("label"))
+                name = columns.class_name(values.get("label"), values.get("task"))
                 rows.append(EventRow(rank, score, event, example, step, position, use, group, name, values))
     return tuple(rows)
 
@@ -96,7 +99,7 @@ def group_rows(found: TopGroups, query: int, by: str, columns: Columns) -> tuple
     for rank, (group, score, count) in enumerate(numbers, start=1):
         if group is not None:
             values = columns.of(group) if by == "example" else {}
-            name = columns.class_name(group if by == "label" else values.get("label"))
+            name = columns.class_name(group if by == "label" else values.get("label"), values.get("task"))
             rows.append(GroupRow(rank, score, group, count, name, values))
     return tuple(rows)
 
