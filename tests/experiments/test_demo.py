@@ -44,7 +44,7 @@ def test_the_whole_demo_on_digits(tmp_path: Path) -> None:
 def test_what_is_shown_is_what_a_plain_computation_gives(tmp_path: Path) -> None:
     chosen = recipe("digits")
     data, model = chosen.load(), chosen.model()
-    module.train(model, chosen, data, tmp_path / "run", steps=30, seed=0)
+    module.train(model, chosen, data, tmp_path / "run", list(batches(len(data.train), 30, 0)))
     exhibit = module.ask(dualform.open(tmp_path / "run"), model, chosen, data, image=7)
 
     ids = torch.cat(list(batches(len(data.train), 30, 0)))
