@@ -14,7 +14,7 @@ from torch import Tensor
 from dualform.queries.focus import Focus
 from dualform.queries.linear import DirectionSums, FoldSums, KeySums, Summed
 from dualform.queries.reducers import Adding, GroupSums, Reducer, VectorSums
-from dualform.queries.repeated import are_repeated, counted_sums, stored
+from dualform.queries.repeated import are_repeated, counted_magnitudes, counted_sums, stored
 from dualform.queries.results import Explanation, Totals
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
 from dualform.queries.selection import Grouping
@@ -217,16 +217,22 @@ def _first_has_negatives(focus: Focus) -> bool:
 
 def _part(focus: Focus, scorer: Scorer, chosen: Bool[Tensor, " queries"]) -> tuple[Focus, Scorer]:
     """The same for some of the queries."""
-    queries = focus.queries[chosen]
-    changed: dict[str, Any] = {"queries": queries}
+    part = _queries(focus, chosen)
+    changed: dict[str, Any] = {"queries": part.queries}
     if isinstance(scorer, DirectionScorer) and len(scorer.directions) == len(chosen):
         changed["directions"] = scorer.directions[chosen]
-    part = dataclasses.replace(focus, queries=queries, query_shape=(len(queries),))
     return part, dataclasses.replace(scorer, **changed)  # type: ignore[type-var]
+
+
+def _queries(focus: Focus, chosen: Tensor) -> Focus:
+    queries = focus.queries[chosen]
+    return dataclasses.replace(focus, queries=queries, query_shape=(len(queries),))
 
 
 def _scanned(focus: Focus, scorer: Scorer, grouping: Grouping, absolute: bool, tiled: bool) -> Plan[GroupTotals]:
     """The sums from every single score; where all at once would take too much room, a pass for each tile."""
+    if absolute and isinstance(scorer, AttentionScorer) and are_repeated(focus):
+        return _counted(focus, grouping, tiled)
     apart = tiled and 8 * len(focus.queries) * len(grouping.groups) > focus.memory.resident // 4
     nobody = torch.zeros(len(focus.queries), dtype=torch.bool)
     reducer = GroupSums(_part(focus, scorer, nobody)[1] if apart else scorer, grouping, absolute)
@@ -242,6 +248,22 @@ def _scanned(focus: Focus, scorer: Scorer, grouping: Grouping, absolute: bool, t
         return GroupTotals(reducer.counts, of, Explanation(SCAN, rows))
 
     return Plan(GroupTotals, focus, (reducer,), finish)
+
+
+def _counted(focus: Focus, grouping: Grouping, tiled: bool) -> Plan[GroupTotals]:
+    """Magnitudes of repeated keys: the score of each is summed as often as it occurs."""
+    apart = tiled and 8 * len(focus.queries) * len(grouping.groups) > focus.memory.resident // 4
+
+    def finish(rows: int) -> GroupTotals:
+        nobody = torch.empty(0, dtype=torch.int64)
+        sums, counts = counted_magnitudes(_queries(focus, nobody) if apart else focus, grouping)
+
+        def of(some: Int64[Tensor, " some"]) -> Float64[Tensor, "some groups"]:
+            return counted_magnitudes(_queries(focus, some), grouping)[0] if apart else sums[some]
+
+        return GroupTotals(counts, of, Explanation("scores of repeated keys", stored(focus)))
+
+    return Plan(GroupTotals, focus, (), finish)
 
 
 def vector_totals(focus: Focus, scorer: NormScorer, grouping: Grouping) -> Plan[Totals]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from dualform.memory.segment import read_numbers
 from dualform.queries.focus import Focus
 from dualform.queries.linear import Rows, Summed
+from dualform.queries.score import products
 from dualform.queries.selection import Grouping
 
 EVENT_BYTES = 64  # of the numbers of an event while they are counted
@@ -67,6 +68,32 @@ def counted_sums(focus: Focus, grouping: Grouping) -> Summed:
     return Summed(rows.groups, rows.sums, counts, finite, nonnegative and finite)
 
 
+def counted_magnitudes(
+    focus: Focus, grouping: Grouping
+) -> tuple[Float64[Tensor, "queries groups"], Int64[Tensor, " groups"]]:
+    """Σ |x_t · q| over the selected events of every group, each stored key's score once; and their numbers."""
+    pairs = _occurrences(focus, grouping)
+    count = len(grouping.groups)
+    queries = focus.queries.double()
+    sums = torch.zeros(len(queries), count, dtype=torch.float64)
+    rows = max(focus.memory.resident // 8 // (16 * max(len(queries), 1)), 1)
+    for first, keys in _stored_keys(focus, rows):
+        start, stop = (int(torch.searchsorted(pairs.keys, at)) for at in (first, first + len(keys)))
+        if start == stop:
+            continue
+        at, groups = pairs.keys[start:stop] - first, pairs.groups[start:stop]
+        times = pairs.events[start:stop].double()
+        magnitudes = products(keys, queries).abs_()
+        if count < MOST and bool(magnitudes.sum().isfinite()):
+            often = torch.zeros(len(keys), count, dtype=torch.float64)
+            often[at, groups] = times
+            sums.addmm_(magnitudes, often)
+        else:
+            sums.index_add_(1, groups, magnitudes[:, at] * times)
+    counts = torch.zeros(count, dtype=torch.int64).index_add_(0, pairs.groups, pairs.events)
+    return sums, counts
+
+
 def _occurrences(focus: Focus, grouping: Grouping) -> _Occurrences:
     found = [torch.empty(0, dtype=torch.int64)]
     for file, record in focus.memory.segments:
@@ -80,9 +107,10 @@ def _occurrences(focus: Focus, grouping: Grouping) -> _Occurrences:
     return _Occurrences(pairs // count, pairs % count, events)
 
 
-def _stored_keys(focus: Focus) -> Iterator[tuple[int, Float[Tensor, "keys dim_in"]]]:
-    """Every stored key of the weight, some at a time, and the number of the first of them."""
+def _stored_keys(focus: Focus, most: int | None = None) -> Iterator[tuple[int, Float[Tensor, "keys dim_in"]]]:
+    """Every stored key of the weight, some (not more than `most`) at a time, and the number of the first of them."""
     name, rows = f"w{focus.weight}/keys", focus.memory.block_rows(focus.weight)
+    rows = rows if most is None else min(rows, most)
     for file, record in focus.memory.segments:
         for start in range(0, record.keys[focus.weight], rows):
             first = record.first_keys[focus.weight] + start
