@@ -45,6 +45,25 @@ def demo(
     demo(out, name=recipe, steps=steps, seed=seed, image=image)
 
 
+def reproduce(
+    experiment: Annotated[
+        Literal["single", "joint", "continual", "images"],
+        tyro.conf.Positional,
+        arg(metavar="{single,joint,continual,images}", help="images: the three others in one report"),
+    ],
+    runs: Annotated[int, arg(metavar="N", help="runs of each experiment, with seeds one after the other")] = 5,
+    steps: Annotated[int | None, unset("N", "training steps of every phase", "the paper's")] = None,
+    seed: Annotated[int, arg(metavar="N", help="of the first run")] = 0,
+    out: Annotated[Path, arg(metavar="DIR", help="where the report and the results go")] = Path("runs/paper"),
+    keep_memories: Annotated[bool, arg(help="do not delete a run's memory after its analysis")] = False,
+) -> None:
+    """Repeat the paper's image experiments and write a report; interrupted, the same command goes on."""
+    from dualform.experiments.paper import Job, reproduce
+    from dualform.view.pictures import terminal
+
+    reproduce(Job(experiment, out, runs, seed, steps, keep_memories), terminal())
+
+
 def info(
     run: Run,
     certificate: Annotated[bool, arg(help="measure the certificate too: reads the whole memory")] = False,
@@ -181,7 +200,7 @@ def bench(
     print("The scan is in fp32: where it says otherwise, it is its rounding.")
 
 
-VERBS = (demo, info, verify, query, index, bench, export)
+VERBS = (demo, reproduce, info, verify, query, index, bench, export)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -44,6 +44,7 @@ class Task:
     """A data set with the names of its classes; `mean` and `std` are of its pixels, 0 to 255."""
 
     name: str
+    title: str
     load: Callable[[], Dataset]
     class_names: tuple[str, ...]
     mean: float
@@ -149,15 +150,18 @@ CLOTHES = (
 )
 
 # Means and standard deviations are of the 50,000 images that are not held out; a test measures them again.
-MNIST = Task("mnist", partial(paper_subset, datasets.mnist), DIGITS, mean=33.27479247448979, std=78.5178642521784)
+MNIST = Task(
+    "mnist", "MNIST", partial(paper_subset, datasets.mnist), DIGITS, mean=33.27479247448979, std=78.5178642521784
+)
 FASHION = Task(
     "fashion-mnist",
+    "Fashion-MNIST",
     partial(paper_subset, datasets.fashion_mnist),
     CLOTHES,
     mean=72.97814158163266,
     std=90.07591864737617,
 )
-SMALL = Task("digits", datasets.digits, DIGITS, mean=78.03964422407795, std=95.93039494063086)
+SMALL = Task("digits", "Digits", datasets.digits, DIGITS, mean=78.03964422407795, std=95.93039494063086)
 
 RECIPES = {
     found.name: found
