@@ -24,11 +24,11 @@ SHADES = (ANSWER, LABEL)
 class Classes:
     """The classes along an axis, by task, and which of them is the label and which the model's answer.
 
-    `tasks` are titles with the names of their classes; label and answer are places among all classes.
+    `tasks` are titles with the names of their classes; labels and answers are places among all classes.
     """
 
     tasks: tuple[tuple[str, tuple[str, ...]], ...]
-    label: int
+    labels: tuple[int, ...]
     answers: tuple[int, ...]
 
     @property
@@ -48,7 +48,7 @@ class Classes:
         """The colour of a class: orange for the label, blue for the answer, else its task's grey."""
         if place in self.answers:
             return ANSWER
-        if place == self.label:
+        if place in self.labels:
             return LABEL
         task = next(number for number, end in enumerate(self.borders[1:]) if place < end)
         return TASKS[task % 2] if len(self.tasks) > 1 else TASKS[1]
@@ -56,7 +56,7 @@ class Classes:
     @property
     def legend(self) -> list[Patch]:
         """What the colours mean."""
-        if self.label in self.answers:
+        if set(self.labels) & set(self.answers):
             return [Patch(color=ANSWER, label="label and answer")]
         return [Patch(color=LABEL, label="label"), Patch(color=ANSWER, label="answer")]
 

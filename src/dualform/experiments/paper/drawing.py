@@ -149,28 +149,17 @@ def draw_push(one: Results, push: Push, data: Dataset) -> Drawn:
     title = recipe.tasks[push.task].title
     image = Picture(
         data.test.of(push.task).images[push.index],
-        f"{title}, test image {push.index:,}\nlabel {label}, answer {answer}",
+        f"{title}\ntest image {push.index:,}\nlabel {label}\nanswer {answer}",
     )
 
     def shelf(title: str, pushers: Sequence[Pusher]) -> Shelf:
-        return Shelf(
-            title,
-            tuple(
-                Picture(
-                    data.train.images[one.example],
-                    f"{class_lines(recipe, one.task, one.label)}\n{one.added:+.2g} in {one.events} events".replace(
-                        "-", "−"
-                    ),
-                )
-                for one in pushers
-            ),
-        )
+        return Shelf(title, tuple(Picture(data.train.images[one.example], _pushed(recipe, one)) for one in pushers))
 
     figure = push_figure(
         image,
         shelf(f"pushed towards {answer}", push.towards),
         shelf(f"pushed towards {label}", push.against),
-        _classes(one.experiment, push.task, push.label, push.answer),
+        _classes(one.experiment, push.task, push.label, push.answer, everywhere=True),
         push.totals,
         push.initial,
     )
@@ -228,15 +217,24 @@ def _class(one: Results, task: int, label: int) -> str:
     return one.experiment.recipe.tasks[task].class_names[label]
 
 
-def _classes(experiment: Experiment, task: int, label: int, answer: int) -> Classes:
-    """The classes of all tasks; the answer, an output that tasks share, is marked in each."""
+def _classes(experiment: Experiment, task: int, label: int, answer: int, everywhere: bool = False) -> Classes:
+    """The classes of all tasks. A wrong answer is marked in each, since they share the outputs.
+
+    With `everywhere` so is the label: of logits, not of what the image is.
+    """
     tasks = experiment.recipe.tasks
     begins = [sum(len(one.class_names) for one in tasks[:number]) for number in range(len(tasks))]
+    own = begins[task]
     return Classes(
         tuple((one.title, one.class_names) for one in tasks),
-        begins[task] + label,
-        tuple(begin + answer for begin in begins) if label != answer else (begins[task] + answer,),
+        tuple(begin + label for begin in begins) if everywhere else (own + label,),
+        tuple(begin + answer for begin in begins) if label != answer else (own + answer,),
     )
+
+
+def _pushed(recipe: Recipe, one: Pusher) -> str:
+    events = "1 event" if one.events == 1 else f"{one.events:,} events"
+    return f"{class_lines(recipe, one.task, one.label)}\n{f'{one.added:+.2g}'.replace('-', '−')}\n{events}"
 
 
 def _totals(layers: Sequence[Layer]) -> list[ClassPanel]:

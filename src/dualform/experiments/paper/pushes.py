@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 from dualform.experiments.paper.run import Run
 from dualform.experiments.paper.spotlights import class_groups
 
-EXAMPLES = 5
+EXAMPLES = 6
 ALONE = 3  # images of a single task
 
 
