@@ -15,7 +15,7 @@ from dualform.view.figures import ANSWER, FRAME, INK, LABEL, RULE
 
 COLUMN = 3.35  # inches, as in the paper's two columns
 PANEL, HEAD, FOOT = 0.98, 0.30, 0.34
-TEXT = 7.0  # points
+TEXT = 7.8  # points
 TASKS = ("#8f8f8f", "#c6c6c6")  # two greys that print apart
 SHADES = (ANSWER, LABEL)
 
@@ -135,7 +135,7 @@ def bars_figure(measures: Sequence[str], bars: Sequence[Bar], unit: str) -> Figu
             axes.barh(middle, value, height=0.112, color=SHADES[number % 2])
             if deviation > 0:
                 axes.errorbar(value, middle, xerr=deviation, color=INK, linewidth=0.7, capsize=1.5)
-            axes.text(value + deviation + 1.2, middle, f"{value:.0f}", fontsize=5.5, va="center", color=INK)
+            axes.text(value + deviation + 1.2, middle, f"{value:.0f}", fontsize=6, va="center", color=INK)
         y += line
     axes.set_ylim(y, 0)
     axes.set_xlim(0, 112)
@@ -155,7 +155,7 @@ def bars_figure(measures: Sequence[str], bars: Sequence[Bar], unit: str) -> Figu
 def _stacked(classes: Classes, panels: Sequence[ClassPanel], measure: str) -> tuple[Figure, list[Axes]]:
     """Panels with the classes along the x-axis, named below the last one."""
     longest = max(map(len, classes.names))
-    foot = FOOT if longest <= 2 else 0.16 + 0.062 * longest
+    foot = FOOT if longest <= 2 else 0.1 + 0.066 * longest
     head = HEAD if len(classes.tasks) > 1 else 0.12
     figure = _figure(COLUMN, head - 0.04 + PANEL * len(panels) + foot)
     axes = _rows(figure, len(panels), foot)

@@ -15,7 +15,7 @@ from dualform.view.charts import COLUMN, TEXT, Classes, short
 from dualform.view.figures import FRAME, INK, RULE
 
 SIZE, GAP = 0.82, 0.16
-LINE = 0.115  # of a caption
+LINE = 0.125  # of a caption
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +43,11 @@ def inputs_figure(pictures: Sequence[Picture]) -> Figure:
     """Test images side by side, three in a row."""
     columns = min(3, len(pictures))
     rows = -(-len(pictures) // columns)
-    height = SIZE + max(picture.below for picture in pictures)
-    figure = _figure(columns * (SIZE + GAP) + GAP, rows * height + 0.06)
+    height, pitch = SIZE + max(picture.below for picture in pictures), SIZE + 2 * GAP
+    figure = _figure(columns * pitch, rows * height + 0.06)
     for number, picture in enumerate(pictures):
         row, column = divmod(number, columns)
-        _hang(figure, picture, GAP + column * (SIZE + GAP), 0.06 + row * height)
+        _hang(figure, picture, GAP + column * pitch, 0.06 + row * height)
     return figure
 
 
@@ -73,7 +73,7 @@ def push_figure(
     columns = max(len(towards.pictures), len(against.pictures), 1)
     width = max(left + columns * (size + 0.12) + 0.1, 2 * COLUMN)
     names = (*classes.names, "initial")
-    foot = 0.3 if max(map(len, classes.names)) <= 2 else 0.12 + 0.062 * max(map(len, names))
+    foot = 0.3 if max(map(len, classes.names)) <= 2 else 0.12 + 0.069 * max(map(len, names))
     shelf = size + 0.2 + max(found.below for one in (towards, against) for found in one.pictures)
     top_of_bars = 2 * shelf + 0.12
     figure = _figure(width, top_of_bars + 0.95 + foot)

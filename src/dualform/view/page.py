@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 DOTS = 220  # a figure's pixels per inch on the page and in its PNG file
-INCH = 150  # CSS pixels of a figure's inch: a column is as wide as it is legible
+INCH = 104  # CSS pixels of a figure's inch: three columns fit side by side
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5d5d5d; --rule: #dcdcdc; --ground: #fff; --card: #f7f7f5; }
@@ -18,7 +18,7 @@ STYLE = """
   :root { --ink: #e8e8e6; --soft: #a8a8a4; --rule: #3c3c3a; --ground: #161615; --card: #20201f; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; background: var(--ground); color: var(--ink);
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 76rem; background: var(--ground); color: var(--ink);
   font: 16px/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .5rem; }
 h2 { font-size: 1.4rem; margin: 3rem 0 .5rem; padding-top: 1rem; border-top: 1px solid var(--rule); }
@@ -31,9 +31,9 @@ figure { margin: .75rem 0; padding: .75rem; background: #fff; border: 1px solid 
   max-width: 100%; }
 figure img { display: block; max-width: 100%; height: auto; }
 figcaption { color: #3a3a3a; font-size: .85rem; line-height: 1.4; margin-top: .5rem; }
-.table { overflow-x: auto; margin: .75rem 0 1.25rem; }
+.table { overflow-x: auto; margin: 0 0 1.25rem; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); padding-bottom: .4rem; caption-side: top; max-width: 46rem; }
+.about { color: var(--soft); font-size: .92rem; margin: 1rem 0 .25rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 thead th { border-bottom: 1.5px solid var(--ink); font-weight: 600; }
@@ -68,8 +68,9 @@ class Page:
         """A table with a caption above it."""
         top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        about = escape(caption)
         self._parts.append(
-            f'<div class="table"><table><caption>{escape(caption)}</caption>'
+            f'<p class="about">{about}</p><div class="table"><table aria-label="{about}">'
             f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 

@@ -84,7 +84,7 @@ def reproduce(job: Job, console: Console) -> Path:
             console.print("Stopped. The same command goes on where it stopped.")
             raise
     results = [Results(one, tuple(folder.results() for folder in folders)) for one, folders in job.folders]
-    sources = " ".join(dict.fromkeys(load(one.recipe_name).source for one in job.experiments))
+    sources = list(dict.fromkeys(load(one.recipe_name).source for one in job.experiments))
     about = {
         "format": store.FORMAT,
         "request": job.request,
@@ -92,7 +92,8 @@ def reproduce(job: Job, console: Console) -> Path:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {torch.get_num_threads()} threads",
-        "data": sources,
+        # Joint training's sentence holds the single task's.
+        "data": " ".join(one for one in sources if not any(one in other for other in sources if other != one)),
     }
     from dualform.experiments.paper.report import write_report
 

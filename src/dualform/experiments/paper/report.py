@@ -36,6 +36,8 @@ CAUTION = (
     "that other events had shaped."
 )
 
+FIELDS = {"target": "wrong: true label", "output": "wrong: answer", "right": "right: label"}
+
 
 class Report:
     """A page that is filled experiment by experiment; every figure also becomes a PNG and an SVG file."""
@@ -115,30 +117,27 @@ class Report:
         )
 
     def _votes(self, one: Results) -> None:
+        self.page.heading("Table 1")
         rows = []
         for layer in one.experiment.layers:
-            for name, title in (
-                ("target", "wrong: true label"),
-                ("output", "wrong: model's answer"),
-                ("right", "right"),
-            ):
-                ours = one.vote(layer, name)
-                mean, deviation = PAPER_TABLE[layer][name]
-                rows.append([layer_title(layer), title, str(ours), f"{mean:.1f} ± {deviation:.1f}"])
-        self.page.heading("Table 1")
+            rows.append([layer_title(layer)])
+            for field in FIELDS:
+                mean, deviation = PAPER_TABLE[layer][field]
+                rows[-1] += [str(one.vote(layer, field)), f"{mean:.1f} ± {deviation:.1f}"]
         self.page.table(
-            ["layer", "test images that the model gets", "here", "paper"],
+            ["layer", *(head for title in FIELDS.values() for head in (title, "paper"))],
             rows,
-            "How often, in per cent, the class with the largest total of |score| is the true label or the answer.",
+            "How often, in per cent, the class with the largest total of |score| is the true label or the model's "
+            "answer: over the test images that the model gets wrong, and over those that it gets right.",
         )
         rows = []
         for vote, title in (
             ("rebuilt", "the unit with the largest initial() + Σ contributions"),
             ("classes", "the class g whose events add most to unit g"),
         ):
-            rows.append([title, *(str(one.signed_vote(vote, field)) for field in ("target", "output", "right"))])
+            rows.append([title, *(str(one.signed_vote(vote, field)) for field in FIELDS)])
         self.page.table(
-            ["vote", "wrong: true label", "wrong: model's answer", "right"],
+            ["vote", *FIELDS.values()],
             rows,
             "Table 1 again with signed contributions to the logits (layer-2). The first vote is the model's own output "
             "by construction; the second is what the training classes say.",
