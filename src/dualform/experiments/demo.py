@@ -3,7 +3,6 @@
 Read from the top it is also an example of the library: `train` (in training.py) records, `ask` asks.
 """
 
-import math
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import dualform
 from dualform.dual import Certificate
 from dualform.errors import BadCall, DataMissing
 from dualform.experiments.datasets import Dataset, Split
+from dualform.experiments.matches import best_examples
 from dualform.experiments.recipes import Recipe, recipe
 from dualform.experiments.runs import check_room, command, free_path
 from dualform.experiments.training import BATCH, accuracy, batches, train
@@ -94,7 +94,6 @@ def ask(memory: dualform.Memory, model: nn.Module, chosen: Recipe, data: Dataset
     probabilities = model(inputs)[0].softmax(0)
     answer = int(probabilities.argmax())
     spotlight = memory.attend(model, inputs)
-    epochs = math.ceil(memory.steps / (len(data.train) // BATCH))
     return Exhibit(
         image=data.test.images[image],
         title=f"test image {image}",
@@ -102,23 +101,20 @@ def ask(memory: dualform.Memory, model: nn.Module, chosen: Recipe, data: Dataset
         answer=chosen.class_names[answer],
         probability=probabilities[answer].item(),
         class_names=chosen.class_names,
-        panels=tuple(panel(layer, spotlight[layer], chosen, data.train, epochs) for layer in spotlight),
+        panels=tuple(panel(layer, spotlight[layer], chosen, data.train) for layer in spotlight),
     )
 
 
-def panel(layer: str, attention: Attention, chosen: Recipe, train: Split, epochs: int) -> Panel:
+def panel(layer: str, attention: Attention, chosen: Recipe, train: Split) -> Panel:
     """Return a layer's best matches, each another example, and its attention by class."""
-    # An example has an event in each epoch, and in the input layer all of them score the same.
-    top = attention.top(MATCHES * epochs)
-    first: dict[int, Match] = {}
-    for place, example in enumerate(top.examples[0].tolist()):
-        label = chosen.class_names[int(train.labels[example])]
-        score, step = top.scores[0, place].item(), int(top.steps[0, place])
-        first.setdefault(example, Match(train.images[example], label, score, step, example))
+    matches = []
+    for best in best_examples(attention, MATCHES):
+        label = chosen.class_names[int(train.labels[best.example])]
+        matches.append(Match(train.images[best.example], label, best.score, best.step, best.example))
     totals = attention.totals(by="label", absolute=True)
     shares = torch.zeros(len(chosen.class_names), dtype=torch.float64)
     shares[torch.as_tensor(totals.groups)] = totals.values[0].double()
-    return Panel(layer, tuple(first.values())[:MATCHES], shares / shares.sum())
+    return Panel(layer, tuple(matches), shares / shares.sum())
 
 
 def tell_certificate(certificate: Certificate, console: Console) -> None:

@@ -13,7 +13,8 @@ import dualform
 from dualform.errors import BadCall, BadQuery
 from dualform.experiments.asking.inputs import Inputs, output_names
 from dualform.experiments.asking.models import require_recipe
-from dualform.experiments.asking.rows import Asked, Columns, event_rows
+from dualform.experiments.asking.rows import Asked, Columns
+from dualform.experiments.matches import best_examples
 from dualform.view.figures import check_format, save, spotlight_figure
 from dualform.view.panels import Exhibit, Match, Panel
 from dualform.view.replies import EventRow, GroupRow, LayerReply, Question, Reply
@@ -97,30 +98,27 @@ def panel(
     for group, total in zip(totals.groups, totals.values[0].tolist(), strict=True):
         if columns.class_name(group) is not None:
             sums[group] = total
-    rows: list[EventRow] | list[GroupRow]
+    measure, most = "adds" if signed else "score", min(question.top, MATCHES)
+    rows = layer.queries[0].rows
     if question.by is not None:
-        rows = [row for row in layer.queries[0].rows if isinstance(row, GroupRow)]
+        matches = [match(row, images, measure) for row in rows[:most]]
     elif question.within is not None:
-        rows = [row for row in layer.queries[0].rows if isinstance(row, EventRow) and row.rank == 1]
+        matches = [match(row, images, measure) for row in rows if row.rank == 1][:most]
     else:
-        rows = other_examples(asked, question, columns)
-    matches = [match(row, images, "adds" if signed else "score") for row in rows[: min(question.top, MATCHES)]]
+        matches = other_examples(asked, question, images, columns, measure)
     return Panel(layer.layer, tuple(matches), sums if signed else sums / max(sums.sum().item(), 1e-300))
 
 
-def other_examples(asked: Asked, question: Question, columns: Columns) -> list[EventRow]:
-    """The best event of every example: an example has one in each epoch, which may all score the same."""
-    wanted = min(question.top, MATCHES)
-    asked_for = 4 * wanted
-    while True:
-        rows = event_rows(asked.top(asked_for, order=question.order), 0, columns)
-        first: dict[int, EventRow] = {}
-        for row in rows:
-            first.setdefault(row.example, row)
-        first.pop(-1, None)
-        if len(first) >= wanted or len(rows) < asked_for:
-            return list(first.values())
-        asked_for *= 4
+def other_examples(
+    asked: Asked, question: Question, images: UInt8[Tensor, "_ _ _"], columns: Columns, measure: str
+) -> list[Match]:
+    """The best events of different examples."""
+    found = []
+    for best in best_examples(asked, min(question.top, MATCHES), order=question.order):
+        values = columns.of(best.example)
+        label = columns.class_name(values.get("label"), values.get("task")) or str(values.get("label", "?"))
+        found.append(Match(images[best.example], label, best.score, best.step, best.example, measure))
+    return found
 
 
 def match(row: EventRow | GroupRow, images: UInt8[Tensor, "_ _ _"], measure: str) -> Match:
