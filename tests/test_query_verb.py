@@ -22,11 +22,11 @@ import dualform
 import small
 from dualform.cli import main
 from dualform.experiments.asking.conditions import condition
-from dualform.experiments.asking.images import read_image
 from dualform.experiments.matches import best_examples
 from dualform.experiments.recipes import RECIPES, recipe
 from dualform.experiments.training import batches, train
 from dualform.view import replies
+from dualform.view.imagefiles import read_image
 
 STEPS = 25
 DIGITS = recipe("digits")

@@ -29,14 +29,14 @@ class Memory(StoredMemory):
 
     def __init__(self, path: str | os.PathLike[str], resident: int = RESIDENT) -> None:
         super().__init__(os.path.abspath(path), resident)
-        self._folds = Folds(self)
+        self.folds = Folds(self)
         self._certificate: Certificate | None = None
 
     def certificate(self) -> Certificate:
         """The measured distance between every weight and its dual form; reads the whole memory once."""
         self.require_events()
         if self._certificate is None:
-            self._certificate = certify(self, self._folds)
+            self._certificate = certify(self, self.folds)
         return self._certificate
 
     def weights(self, until: int | None = None, where: Where = None) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ class Memory(StoredMemory):
 
         With `where` only some events are put in: exact as a sum, an ablation and not a retraining.
         """
-        return rebuilt_weights(self, self._folds, self.end(until), where, "weights()")
+        return rebuilt_weights(self, self.folds, self.end(until), where, "weights()")
 
     def dual(
         self,
@@ -59,7 +59,7 @@ class Memory(StoredMemory):
         Folded by default: the events are summed into weights once. `fold=False` really attends over the memory
         in every forward pass; `kernel` is then "softmax" or a function of blocks of scores (Remark 3.2).
         """
-        return dual_model(self, self._folds, model, where, self.end(until), fold and kernel is None, kernel)
+        return dual_model(self, self.folds, model, where, self.end(until), fold and kernel is None, kernel)
 
     def attend(
         self,
@@ -98,7 +98,7 @@ class Memory(StoredMemory):
     def compact(self, layer: str, rank: int | None = None) -> Compact:
         """A smaller equivalent attention system for a layer, with its error (Remark 3.4)."""
         self.require_events()
-        return compact(self, self._folds, layer, rank)
+        return compact(self, self.folds, layer, rank)
 
     def __repr__(self) -> str:
         manifest = self.manifest

@@ -200,7 +200,22 @@ def bench(
     print("The scan is in fp32: where it says otherwise, it is its rounding.")
 
 
-VERBS = (demo, reproduce, info, verify, query, index, bench, export)
+def serve(
+    run: Run,
+    host: Annotated[
+        str, arg(metavar="ADDRESS", help="where to listen; other than loopback needs a token")
+    ] = "127.0.0.1",
+    port: Annotated[int, arg(metavar="N", help="0: any free one")] = 8765,
+    no_browser: Annotated[bool, arg(help="do not open a browser")] = False,
+) -> None:
+    """Open a local web page on a memory: draw a digit, and see what it attends to."""
+    from dualform.experiments.serving import serve
+    from dualform.view.pictures import terminal
+
+    serve(run, host, port, not no_browser, terminal())
+
+
+VERBS = (demo, reproduce, serve, info, verify, query, index, bench, export)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -142,8 +142,8 @@ def test_the_certificate_of_a_killed_run_can_fail(tmp_path: Path) -> None:
     memory = copied_while_recording(tmp_path, 0, torch.float64)
     read = type(memory).blocks
 
-    def bent(self: Any, weight: int, until: int, rows: int = 1000, since: int = 0) -> Any:
-        for block in read(self, weight, until, rows, since):
+    def bent(self: Any, weight: int, until: int, rows: int = 1000, since: int = 0, gather: Any = None) -> Any:
+        for block in read(self, weight, until, rows, since, gather):
             if weight == 1:
                 block.gradients[0, 0] += 0.01
             yield block

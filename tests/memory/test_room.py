@@ -52,3 +52,27 @@ def test_another_process_begins_empty() -> None:
     room.keep("a", threading.Lock(), 1)  # which cannot be pickled
     copy = pickle.loads(pickle.dumps(room))
     assert copy.most == 100 and copy.used == 0
+
+
+def test_who_asks_for_something_else_does_not_wait() -> None:
+    room = Room(100)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        assert go_on.wait(20)
+        return "slow"
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(lambda: room.get("a", slow, len))
+        assert begun.wait(20)
+        assert room.get("b", lambda: "quick", len) == "quick"
+        again = pool.submit(lambda: room.get("a", lambda: "made twice", len))
+        go_on.set()
+        assert (waiting.result(20), again.result(20)) == ("slow", "slow")
+
+
+def test_what_needs_something_that_is_gone_is_not_kept() -> None:
+    room = Room(100)
+    assert room.get("view", lambda: "made", len, needs="shadow") == "made"
+    assert room.find("view") is None

@@ -132,10 +132,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     asked: list[tuple[int, int]] = []
     read = StoredMemory.blocks
 
-    def noted(memory: StoredMemory, weight: int, until: int, *rest: Any, since: int = 0) -> Iterator[Block]:
+    def noted(memory: Any, weight: int, until: int, *rest: Any, since: int = 0, **more: Any) -> Iterator[Block]:
         if weight == 0 and (since, until) not in asked:
             asked.append((since, until))
-        return read(memory, weight, until, *rest, since=since)
+        return read(memory, weight, until, *rest, since=since, **more)
 
     monkeypatch.setattr(StoredMemory, "blocks", noted)
     return asked

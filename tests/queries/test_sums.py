@@ -184,21 +184,22 @@ def test_the_way_that_answers(tmp_path: Path) -> None:
     history = record(tmp_path / "run", *positive(12, ids=EXAMPLES))
     attention = attention_of(history, Q, None)
     per_example, one_pass, scan = "key sums per example", "key sums", "sums over a full scan"
+    kept = "key sums of segments"
     for columns in ("label", "name", "example", ("name", "label"), ("example",)):
         assert way(attention.totals(by=columns)) == way(attention.top(2, by=columns)) == per_example
     for narrow in (attention.where(label=7), attention.where(example=[1, 2]), attention.exclude(name="b", label=2)):
         assert way(narrow.totals(by="label")) == per_example
-    for columns in ("step", "position", ("label", "step")):
-        assert way(attention.totals(by=columns)) == one_pass
+    for columns in ("step", "position", ("position", "step")):
+        assert way(attention.totals(by=columns)) == kept
     assert way(attention.where(step=slice(2, 5)).totals(by="label")) == one_pass
     assert way(attention.exclude(position=1).totals(by="label")) == one_pass
-    assert way(attention_of(history, Q, 5).totals(by="label")) == one_pass
-    assert way(attention.timeline(4)) == one_pass
+    assert way(attention_of(history, Q, 5).totals(by="label")) == kept
+    assert way(attention.timeline(4)) == kept
     mixed = f"{per_example}, for 1 of the queries a full scan"
     assert way(attention.totals(by="label", absolute=True)) == mixed
     assert way(attention[:1].totals(by="label", absolute=True)) == per_example
     assert way(attention[1:].totals(by="label", absolute=True)) == scan
-    assert way(attention[:1].timeline(4, absolute=True)) == one_pass
+    assert way(attention[:1].timeline(4, absolute=True)) == kept
     for unit in (0, torch.tensor([0, 1])):
         assert way(attention.contributions(unit=unit).totals(by="label")) == scan
     many = attention_of(history, Q.repeat(16, 1), None).contributions
@@ -209,6 +210,19 @@ def test_the_way_that_answers(tmp_path: Path) -> None:
     assert way(many().totals(by="label")) == "events folded into a weight for each group"
     assert way(attention[:1].contributions().totals(by="label")) == scan
     assert way(many().timeline(3)) == scan
+
+
+def test_sums_of_segments_are_read_once(tmp_path: Path) -> None:
+    history = record(tmp_path / "run", *positive(12, ids=EXAMPLES))
+    memory, asked = history.memory, attention_of(history, Q, 11)
+    first, again = (asked.totals(by="label") for _ in range(2))
+    assert torch.equal(first.values, again.values)
+    # Only the segment that goes on beyond step 11 is read again.
+    ends = max((s for s in memory.manifest.segments if s.last_step <= 11), key=lambda s: s.last_step, default=None)
+    rest = memory.events(0, 11) - (memory.events(0, ends.last_step) if ends else 0)
+    assert (first.explanation.rows, again.explanation.rows) == (memory.events(0, 11), rest)
+    fresh = dualform.open(memory.path).attend(None, {"fc": Q}, until=11)["fc"].totals(by="label")
+    assert torch.equal(first.values, fresh.values)
 
 
 def test_no_queries_have_no_totals(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class Room:
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: dict[Hashable, _Kept] = {}
+        self._making: dict[Hashable, threading.RLock] = {}
         self._lock = threading.RLock()
         self.filled: Callable[[], Callable[[], None] | None] = lambda: None  # whom to tell that there is less room
 
@@ -38,11 +39,24 @@ class Room:
         return sum(kept.size for kept in list(self._kept.values()))
 
     def get(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int], needs: Hashable = None) -> T:
-        """The thing of that key, made where it is not there, by one thread at a time; it may have grown since."""
-        with self._lock:
-            thing = cast(T, self._kept[key].thing) if key in self._kept else make()
+        """The thing of that key, made where it is not there, by one thread; it may have grown since.
+
+        Who asks for something else meanwhile does not wait.
+        """
+        thing = cast(T | None, self.find(key))
+        if thing is None:
+            with self._lock:
+                making = self._making.setdefault(key, threading.RLock())
+            with making:
+                thing = cast(T | None, self.find(key))
+                if thing is None:
+                    thing = make()
+                self.keep(key, thing, size(thing), needs)
+            with self._lock:
+                self._making.pop(key, None)
+        else:
             self.keep(key, thing, size(thing), needs)
-            return thing
+        return thing
 
     def find(self, key: Hashable) -> Any:
         """The thing of that key, None where it is not there."""
@@ -54,9 +68,11 @@ class Room:
             return kept.thing
 
     def keep(self, key: Hashable, thing: Any, size: int, needs: Hashable = None) -> None:
-        """Keep a thing of so many bytes, and let go of others for it."""
+        """Keep a thing of so many bytes, and let go of others for it; not where what it needs is gone already."""
         with self._lock:
             self._kept.pop(key, None)
+            if needs is not None and needs not in self._kept:
+                return
             self._kept[key] = _Kept(thing, size, needs)
             while self.used > self.most and len(self._kept) > 1:
                 self.drop(next(iter(self._kept)))

@@ -19,7 +19,7 @@ from dualform.memory.journal import Journal
 from dualform.memory.manifest import SegmentRecord, read_manifest
 from dualform.memory.mapped import TensorFile
 from dualform.memory.room import Room
-from dualform.memory.segment import read_blocks, read_calls
+from dualform.memory.segment import Gather, read_blocks, read_calls
 from dualform.memory.verify import Verification, verify
 from dualform.memory.windows import Windows
 
@@ -100,14 +100,19 @@ class StoredMemory:
                 f"{self.path} holds no step yet: recording began there, but nothing was committed after step 0."
             )
 
-    def blocks(self, weight: int, until: int, rows: int | None = None, since: int = 0) -> Iterator[Block]:
-        """The events of one weight of steps since+1…until, in order, at most `rows` at a time."""
+    def blocks(
+        self, weight: int, until: int, rows: int | None = None, since: int = 0, gather: Gather | None = None
+    ) -> Iterator[Block]:
+        """The events of one weight of steps since+1…until, in order, at most `rows` at a time.
+
+        `gather` may make something else than keys of the numbers of repeated ones.
+        """
         width = self._row_bytes(weight)
         rows = rows or self.block_rows(weight)
         stretch = max(1, min(STRETCH, self.resident // 8) // (rows * (width + 48))) * rows
         for file, record in self.segments:
             if record.first_step <= until and record.last_step > since:
-                yield from read_blocks(file, record, weight, since, until, rows, stretch, self.keys)
+                yield from read_blocks(file, record, weight, since, until, rows, stretch, gather or self.keys)
 
     def stored_keys(self, weight: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]]:
         """Every stored key of a weight once, with the example and position of its first event, and its number."""
@@ -130,6 +135,13 @@ class StoredMemory:
                 part = slice(at, at + rows)
                 keys = file.read(f"{prefix}/keys", at, min(at + rows, len(first)))
                 yield keys, examples[part], positions[part], numbers[first][part]
+
+    def stored_tiles(self, weight: int, most: int | None = None) -> Iterator[tuple[int, Float[Tensor, "keys dim_in"]]]:
+        """Every stored key of a weight, some (not more than `most`) at a time, and the number of the first of them."""
+        name, rows = f"w{weight}/keys", min(self.block_rows(weight), most or BLOCK_ROWS)
+        for file, record in self.segments:
+            for start in range(0, record.keys[weight], rows):
+                yield record.first_keys[weight] + start, file.read(name, start, min(start + rows, record.keys[weight]))
 
     def keys(self, weight: int, numbers: Int64[Tensor, " keys"]) -> Float[Tensor, "keys dim_in"]:
         """Stored keys by their numbers: repeated ones may be in any earlier segment."""

@@ -30,7 +30,7 @@ class Folds:
     def whole(self, until: int, selection: Selection) -> dict[str, Float64[Tensor, "..."]]:
         """The same from every event, in one sum, past any keyframe: what a certificate is measured with."""
         memory = self._memory
-        rebuilt = {p.name: self.untouched(p.name, until) for p in memory.manifest.parameters}
+        rebuilt = self.untouched_all(until)
         for weight, record in enumerate(memory.manifest.weights):
             total, biases = fold(memory, weight, until, selection)
             rebuilt[record.name] = rebuilt[record.name] + total
@@ -39,6 +39,10 @@ class Folds:
         if not selection:
             self._last = (until, rebuilt)
         return rebuilt
+
+    def untouched_all(self, until: int) -> dict[str, Float64[Tensor, "..."]]:
+        """The part of every parameter that no event made."""
+        return {record.name: self.untouched(record.name, until) for record in self._memory.manifest.parameters}
 
     def untouched(self, parameter: str, until: int) -> Float64[Tensor, "..."]:
         """c_0 W0 + d_0 v_0: the part of a parameter that no event made."""

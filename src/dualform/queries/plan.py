@@ -17,6 +17,7 @@ from dualform.queries.reducers import Adding, GroupSums, Reducer, VectorSums
 from dualform.queries.repeated import are_repeated, counted_magnitudes, counted_sums, stored
 from dualform.queries.results import Explanation, Totals
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
+from dualform.queries.segmentsums import segment_sums
 from dualform.queries.selection import Grouping
 from dualform.queries.sums import example_sums, has_example_sums
 
@@ -111,12 +112,11 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Way:
-    """How sums are made: the reducers they need, the sums once these are fed, and how many other rows they read."""
+    """How sums are made: the reducers they need, and, once these are fed, the sums and how many more rows were read."""
 
     name: str
     reducers: tuple[Reducer, ...]
-    sums: Callable[[], _Sums]
-    rows: int = 0
+    sums: Callable[[], tuple[_Sums, int]]
 
 
 def group_totals(
@@ -136,7 +136,8 @@ def group_totals(
     rest = _scanned(*_part(focus, scorer, ~usable), grouping, absolute, tiled) if others else None
 
     def finish(rows: int) -> GroupTotals:
-        sums = way.sums()
+        sums, others_read = way.sums()
+        rows += others_read
         if not all(one.finite and (one.nonnegative or not absolute) for one in sums.several):
             # An infinity spreads otherwise in a sum, and magnitudes need the sign of every single score.
             scan = answer(_scanned(focus, scorer, grouping, absolute, tiled))
@@ -144,9 +145,7 @@ def group_totals(
             return dataclasses.replace(scan, explanation=more)
         counts = sums.several[0].counts
         if rest is None:
-            return GroupTotals(
-                counts, lambda some: sums.times(focus.queries, some), Explanation(way.name, way.rows + rows)
-            )
+            return GroupTotals(counts, lambda some: sums.times(focus.queries, some), Explanation(way.name, rows))
         scanned = rest.finish(rows)
 
         def of(some: Int64[Tensor, " some"]) -> Float64[Tensor, "some groups"]:
@@ -157,7 +156,7 @@ def group_totals(
             return result
 
         name = f"{way.name}, for {others:,} of the queries a full scan"
-        return GroupTotals(counts, of, Explanation(name, way.rows + rows))
+        return GroupTotals(counts, of, Explanation(name, rows))
 
     return Plan(GroupTotals, focus, (*way.reducers, *(rest.reducers if rest else ())), finish)
 
@@ -175,9 +174,9 @@ def _way(focus: Focus, scorer: Scorer, grouping: Grouping, absolute: bool) -> _W
     events = focus.memory.manifest.events(focus.weight)
     along = DirectionSums(grouping, scorer.coefficients, directions, focus.record.dim_in, events)
 
-    def sums() -> _Sums:
+    def sums() -> tuple[_Sums, int]:
         several, biases = along.result()
-        return _Sums(several, which.expand(len(focus.queries)), biases)
+        return _Sums(several, which.expand(len(focus.queries)), biases), 0
 
     return _Way("sums of weighted keys", (along,), sums)
 
@@ -188,20 +187,31 @@ def _key_sums(focus: Focus, grouping: Grouping) -> _Way | None:
     whole = focus.until == memory.steps and grouping.by_example and focus.selection.by_example
     if whole and has_example_sums(memory, focus.weight):
 
-        def from_examples() -> _Sums:
+        def from_examples() -> tuple[_Sums, int]:
             kept = example_sums(memory, focus.weight)
             assert kept is not None
-            return _Sums([kept.grouped(focus.selection, grouping)], everyone)
+            return _Sums([kept.grouped(focus.selection, grouping)], everyone), memory.manifest.examples + 1
 
-        return _Way("key sums per example", (), from_examples, memory.manifest.examples + 1)
+        return _Way("key sums per example", (), from_examples)
     if _size(focus, grouping) > memory.resident // 2:
         return None
     if are_repeated(focus):
         return _Way(
-            "sums of repeated keys", (), lambda: _Sums([counted_sums(focus, grouping)], everyone), stored(focus)
+            "sums of repeated keys",
+            (),
+            lambda: (_Sums([counted_sums(focus, grouping)], everyone), stored(focus)),
         )
+    kept = None if focus.selection else segment_sums(memory, focus.weight, grouping)
+    if kept is not None:
+
+        def from_segments() -> tuple[_Sums, int]:
+            summed, rows = kept.until(focus.until)
+            segment_sums(memory, focus.weight, grouping)  # it has grown
+            return _Sums([summed], everyone), rows
+
+        return _Way("key sums of segments", (), from_segments)
     keys = KeySums(grouping, focus.record.dim_in, memory.manifest.events(focus.weight))
-    return _Way("key sums", (keys,), lambda: _Sums([keys.result()], everyone))
+    return _Way("key sums", (keys,), lambda: (_Sums([keys.result()], everyone), 0))
 
 
 def _size(focus: Focus, grouping: Grouping) -> int:

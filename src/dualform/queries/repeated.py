@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +11,14 @@ from torch import Tensor
 from dualform.memory.segment import read_numbers
 from dualform.queries.focus import Focus
 from dualform.queries.linear import Rows, Summed
+from dualform.queries.pairs import pair_products
 from dualform.queries.score import products
 from dualform.queries.selection import Grouping
 
 EVENT_BYTES = 64  # of the numbers of an event while they are counted
 ROW = 64  # adding one row costs about as much as a matrix product for so many groups
 MOST = 2048  # groups in such a product
+FEW = 4  # queries
 
 
 def are_repeated(focus: Focus) -> bool:
@@ -46,7 +47,7 @@ def counted_sums(focus: Focus, grouping: Grouping) -> Summed:
     count = len(grouping.groups)
     rows = Rows(count, focus.record.dim_in, len(pairs.keys))
     nonnegative, start = True, 0
-    for first, keys in _stored_keys(focus):
+    for first, keys in focus.memory.stored_tiles(focus.weight):
         stop = int(torch.searchsorted(pairs.keys, first + len(keys)))
         at, groups = pairs.keys[start:stop] - first, pairs.groups[start:stop]
         times = pairs.events[start:stop].double()
@@ -77,13 +78,13 @@ def counted_magnitudes(
     queries = focus.queries.double()
     sums = torch.zeros(len(queries), count, dtype=torch.float64)
     rows = max(focus.memory.resident // 8 // (16 * max(len(queries), 1)), 1)
-    for first, keys in _stored_keys(focus, rows):
+    for first, keys in focus.memory.stored_tiles(focus.weight, rows):
         start, stop = (int(torch.searchsorted(pairs.keys, at)) for at in (first, first + len(keys)))
         if start == stop:
             continue
         at, groups = pairs.keys[start:stop] - first, pairs.groups[start:stop]
         times = pairs.events[start:stop].double()
-        magnitudes = products(keys, queries).abs_()
+        magnitudes = _products(keys, queries).abs_()
         if count < MOST and bool(magnitudes.sum().isfinite()):
             often = torch.zeros(len(keys), count, dtype=torch.float64)
             often[at, groups] = times
@@ -92,6 +93,17 @@ def counted_magnitudes(
             sums.index_add_(1, groups, magnitudes[:, at] * times)
     counts = torch.zeros(count, dtype=torch.int64).index_add_(0, pairs.groups, pairs.events)
     return sums, counts
+
+
+def _products(
+    keys: Float[Tensor, "keys dim_in"], queries: Float64[Tensor, "queries dim_in"]
+) -> Float64[Tensor, "queries keys"]:
+    """x · q in fp64; for few queries pair by pair, which spares the keys in fp64."""
+    if len(queries) > FEW:
+        return products(keys, queries)
+    at_query, at_row = torch.meshgrid(torch.arange(len(queries)), torch.arange(len(keys)), indexing="ij")
+    found: Tensor = pair_products(keys, queries, at_row.reshape(-1), at_query.reshape(-1))
+    return found.reshape(len(queries), len(keys))
 
 
 def _occurrences(focus: Focus, grouping: Grouping) -> _Occurrences:
@@ -105,13 +117,3 @@ def _occurrences(focus: Focus, grouping: Grouping) -> _Occurrences:
     pairs, events = torch.cat(found).unique(return_counts=True)
     count = max(len(grouping.groups), 1)
     return _Occurrences(pairs // count, pairs % count, events)
-
-
-def _stored_keys(focus: Focus, most: int | None = None) -> Iterator[tuple[int, Float[Tensor, "keys dim_in"]]]:
-    """Every stored key of the weight, some (not more than `most`) at a time, and the number of the first of them."""
-    name, rows = f"w{focus.weight}/keys", focus.memory.block_rows(focus.weight)
-    rows = rows if most is None else min(rows, most)
-    for file, record in focus.memory.segments:
-        for start in range(0, record.keys[focus.weight], rows):
-            first = record.first_keys[focus.weight] + start
-            yield first, file.read(name, start, min(start + rows, record.keys[focus.weight]))

@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
@@ -221,6 +223,14 @@ class Grouping:
         """Bins of steps: bin i holds the steps from edges[i] to before edges[i + 1]."""
         table = torch.searchsorted(edges, torch.arange(int(edges[-1])), right=True) - 1
         return cls(("step",), range(len(edges) - 1), (table,), (len(edges) - 1,))
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What tells this grouping from others: its columns, and who is in which group."""
+        tables = [
+            None if table is None else xxhash.xxh3_64_hexdigest(table.numpy().tobytes()) for table in self._tables
+        ]
+        return self.names, self._sizes, *tables
 
     @property
     def by_example(self) -> bool:

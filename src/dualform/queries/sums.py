@@ -50,12 +50,12 @@ class ExampleSums:
 
     def chosen(self, selection: Selection) -> Bool[Tensor, " examples"]:
         """Which examples have events and are selected; the selection must not look at anything else of an event."""
-        return selection.holds(_one_event_each(len(self) - 1))[:-1] & (self.counts[:-1] > 0)
+        return selection.holds(one_event_each(len(self) - 1))[:-1] & (self.counts[:-1] > 0)
 
     def grouped(self, selection: Selection, grouping: Grouping) -> Summed:
         """The sums of groups of examples; selection and grouping must not look at anything else of an event."""
         examples = len(self) - 1
-        block = _one_event_each(examples)
+        block = one_event_each(examples)
         codes = torch.where(selection.holds(block), grouping.codes(block), -1)
         if len(grouping.groups) == examples and codes.equal(block.examples):
             return Summed(codes[:-1], self.sums[:-1], self.counts[:-1], self.finite, self.nonnegative)
@@ -77,7 +77,7 @@ class ExampleSums:
         return Summed(rows.groups, rows.sums, counts, bool(rows.sums.isfinite().all()), self.nonnegative)
 
 
-def _one_event_each(examples: int) -> Block:
+def one_event_each(examples: int) -> Block:
     """A block with one event of every example and one without, for what looks at nothing else of an event."""
     numbers = torch.arange(examples + 1)
     zeros = torch.zeros_like(numbers)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import dualform
 from dualform.errors import BadCall
-from dualform.experiments.asking.images import read_image
 from dualform.experiments.asking.models import recipe_of, require_recipe
 from dualform.experiments.recipes import Recipe
+from dualform.view.imagefiles import read_image
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,35 @@ from torch import Tensor
 
 from dualform.errors import BadCall, MissingExtra
 
+MOST_PIXELS = 50_000_000  # a small file may claim to be a huge image
 
-def read_image(
-    path: Path, height: int, width: int, invert: bool = False
-) -> tuple[UInt8[Tensor, "{height} {width}"], tuple[str, ...]]:
+Fitted = tuple[UInt8[Tensor, "height width"], tuple[str, ...]]
+
+
+def read_image(path: Path, height: int, width: int, invert: bool = False) -> Fitted:
     """The image in a file at this size, and what is worth saying about it.
 
     Proportions are kept: what the image does not cover has the brightness of its border.
     """
+    if not path.is_file():
+        raise BadCall(f"--image {path}: {'this is no file' if path.exists() else 'there is no such file'}.")
+    return decode_image(path, f"--image {path}", height, width, invert)
+
+
+def decode_image(source: Path | io.BytesIO, name: str, height: int, width: int, invert: bool = False) -> Fitted:
+    """The same for a file or its content; `name` is what it is called in messages."""
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError as error:
-        raise MissingExtra("--image needs Pillow, which is not installed: pip install 'dualform[plot]'") from error
-    if not path.is_file():
-        raise BadCall(f"--image {path}: {'this is no file' if path.exists() else 'there is no such file'}.")
+        raise MissingExtra("Images need Pillow, which is not installed: pip install 'dualform[plot]'") from error
     try:
-        with Image.open(path) as opened:
+        with Image.open(source) as opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                raise ValueError(f"it has {opened.width:,} × {opened.height:,} pixels, more than {MOST_PIXELS:,}")
             image = _grey(ImageOps.exif_transpose(opened))
     except Exception as error:
         # A damaged file makes Pillow's readers raise whatever they stumble over.
-        raise BadCall(f"--image {path} cannot be read as an image ({type(error).__name__}: {error}).") from error
+        raise BadCall(f"{name} cannot be read as an image ({type(error).__name__}: {error}).") from error
     notes = []
     if image.width * height != image.height * width:
         notes.append(f"the image has {image.width} × {image.height} pixels: it was fitted into {width} × {height}.")
