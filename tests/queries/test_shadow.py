@@ -365,3 +365,16 @@ def test_sums_that_come_out_otherwise_when_formed_again(tmp_path: Path, monkeypa
         monkeypatch.setattr(search, "SEED", 600)  # the first thresholds are the best of all
         for _ in range(5):
             assert attention.top(5, by="example").groups == expected.groups
+
+
+@pytest.mark.parametrize("measure", ["scores", "contributions"])
+def test_a_group_of_which_nothing_is_left(tmp_path: Path, measure: str) -> None:
+    record(tmp_path / "run", rows_of("relu", 900, 12, 5))
+    attention = dualform.open(tmp_path / "run").attend(None, {"": rows_of("gaussian", 3, 12, 6)})[""]
+    asked = attention if measure == "scores" else attention.contributions(unit=1)
+    with always():
+        found = asked.where(label=1).top(4, within="label")
+        assert "shadow" in found.explain()
+    assert found.groups is not None and list(found.groups) == [0, 1, 2]
+    assert bool((found.events[:, [0, 2]] == -1).all()) and bool(found.scores[:, [0, 2]].isnan().all())
+    assert torch.equal(found.events[:, 1], asked.where(label=1).top(4).events)

@@ -243,8 +243,9 @@ def _picked(
         kept = ~scores.isnan()
         events, at_query, scores = events[kept], at_query[kept], scores[kept]
     by = in_order(at_query, {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order], events)
-    again = (at_query[by].diff() == 0) & (events[by].diff() == 0)
-    by = by[torch.nn.functional.pad(~again, (1, 0), value=True)]
+    once = torch.ones_like(by, dtype=torch.bool)
+    once[1:] = (at_query[by].diff() != 0) | (events[by].diff() != 0)
+    by = by[once]
     rank = ranks(at_query[by], len(which))
     best = by[rank < found.k]
     events, at_query, rank, scores = events[best], at_query[best], rank[rank < found.k], scores[best]

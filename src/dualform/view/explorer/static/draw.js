@@ -46,13 +46,7 @@ export class Pad {
     const [left, top, right, bottom] = ink;
     const box = (20 / 28) * Math.min(this.height, this.width);
     const scale = box / Math.max(right - left, bottom - top);
-    const fitted = this.#drawn((context) => {
-      context.drawImage(
-        this.canvas, left, top, right - left, bottom - top,
-        (this.width - (right - left) * scale) / 2, (this.height - (bottom - top) * scale) / 2,
-        (right - left) * scale, (bottom - top) * scale,
-      );
-    });
+    const fitted = this.#fitted(left - ((this.width / scale) - (right - left)) / 2, top - ((this.height / scale) - (bottom - top)) / 2, 1 / scale);
     let mass = 0, x = 0, y = 0;
     fitted.forEach((value, at) => {
       mass += value;
@@ -68,15 +62,17 @@ export class Pad {
     return moved;
   }
 
-  #drawn(draw) {
-    const small = new OffscreenCanvas(this.width, this.height);
-    const context = small.getContext("2d");
-    context.fillStyle = "#fff";
-    context.fillRect(0, 0, this.width, this.height);
-    context.imageSmoothingQuality = "high";
-    draw(context);
-    const data = context.getImageData(0, 0, this.width, this.height).data;
-    return Uint8Array.from({ length: this.height * this.width }, (_, at) => 255 - data[4 * at]);
+  // The mean ink of every pixel, each of which covers a square of the canvas.
+  #fitted(left, top, side) {
+    const data = this.context.getImageData(0, 0, SIZE, SIZE).data;
+    const ink = (x, y) => (x < 0 || y < 0 || x >= SIZE || y >= SIZE ? 0 : 255 - data[4 * (y * SIZE + x)]);
+    return Uint8Array.from({ length: this.height * this.width }, (_, at) => {
+      const x0 = Math.round(left + (at % this.width) * side), y0 = Math.round(top + Math.floor(at / this.width) * side);
+      const size = Math.max(1, Math.round(side));
+      let sum = 0;
+      for (let y = y0; y < y0 + size; y++) for (let x = x0; x < x0 + size; x++) sum += ink(x, y);
+      return Math.round(sum / (size * size));
+    });
   }
 
   #ink() {
