@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,7 @@ from dualform.view.imagefiles import decode_image
 PAGE = 60  # test images in a list
 
 
+@runtime_checkable
 class View(Protocol):
     """One kind of page: `name` is its address and its module on the page."""
 
