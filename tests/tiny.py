@@ -20,17 +20,31 @@ from torch import Tensor, nn
 
 from dualform.experiments import datasets
 from dualform.experiments.datasets import Dataset, Split
-from dualform.experiments.paper import crossing, drawing, settings, spotlights
+from dualform.experiments.paper import crossing, drawing, pushes, settings, spotlights
 from dualform.experiments.paper.settings import Experiment, Phase, Showcase
 from dualform.experiments.recipes import RECIPES, PaperNetwork, Recipe, Task
 
 STEPS = 90
-BEST, IMAGES = 100, 50  # events of a class in the figures; test images for cross-task attention
+# Events of a class in the figures, test images for cross-task attention, and wrong ones of a single task.
+BEST, IMAGES, ALONE = 60, 25, 2
 TITLES = {"single": "Single task: digits", "joint": "Joint training: both", "continual": "Continual learning: both"}
 NAMES = ("nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LR, MOMENTUM, NORM = 3e-3, 0.9, 1.0
 
 
+@cache
+def upright() -> Dataset:
+    """Digits, from five on dark on light: scores of the input layer are then of either sign."""
+    data = datasets.digits()
+
+    def ink(split: Split) -> Split:
+        dark = (split.labels >= 5)[:, None, None]
+        return replace(split, images=torch.where(dark, 255 - split.images, split.images))
+
+    return Dataset(ink(data.train), ink(data.test), data.source)
+
+
+@cache
 def turned() -> Dataset:
     """Digits lying on their side, dark on light."""
     data = datasets.digits()
@@ -46,7 +60,7 @@ def _task(name: str, title: str, load: Callable[[], Dataset], names: tuple[str, 
     return Task(name, title, load, names, pixels.mean().item(), pixels.std(correction=0).item())
 
 
-UPRIGHT = _task("upright", "Upright", datasets.digits, tuple("0123456789"))
+UPRIGHT = _task("upright", "Upright", upright, tuple("0123456789"))
 TURNED = _task("turned", "Turned", turned, NAMES)
 NETWORK = partial(PaperNetwork, pixels=64, hidden=64)
 ONE = Recipe("tiny", NETWORK, (UPRIGHT,), steps=STEPS, showcase=0)
@@ -72,10 +86,7 @@ EXPERIMENTS = {
             "5.3",
             "tiny-two",
             (Phase((0, 1), STEPS),),
-            (
-                Showcase("3b", 1, 9, scores=6, totals=7, matches=11, index=10),
-                Showcase("12b", 1, 3, scores=17, totals=18, matches=16),
-            ),
+            (Showcase("3b", 1, 9, scores=6, totals=7, matches=11, index=10),),
         ),
         Experiment(
             "continual",
@@ -85,7 +96,7 @@ EXPERIMENTS = {
             (Phase((0,), STEPS), Phase((1,), STEPS)),
             (
                 Showcase("12d", 0, 1, scores=8, totals=9, matches=22, right=False),
-                Showcase("12f", 0, 7, scores=27, totals=28, matches=26),
+                Showcase("12f", 0, 8, scores=27, totals=28, matches=26),
             ),
         ),
     )
@@ -105,6 +116,7 @@ def registered() -> Iterator[None]:
         for module in (spotlights, drawing):
             patch.setattr(module, "BEST", BEST)
         patch.setattr(crossing, "IMAGES", IMAGES)
+        patch.setattr(pushes, "ALONE", ALONE)
         yield
 
 

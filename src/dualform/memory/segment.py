@@ -116,8 +116,11 @@ def read_blocks(
     rows: int,
     stretch: int,
     gather: Gather,
+    everywhere: bool = False,
 ) -> Iterator[Block]:
     """The events of one weight in one segment of steps since+1…until, at most `rows` at a time.
+
+    `gather` makes keys of their numbers where a segment has numbers; `everywhere`: also where it has the keys.
 
     The file is read, and mapped, a `stretch` of events at a time, since a few large windows cost less than many.
     """
@@ -133,7 +136,10 @@ def read_blocks(
         counts = (ends.clamp_max(end) - (ends - calls[:, 3]).clamp_min(at)).clamp_min(0)
         per_event = torch.repeat_interleave(calls[:, :3], counts, dim=0)
         begin, stop = before + at, before + end
-        keys = file.read(f"{prefix}/numbers" if shared else f"{prefix}/keys", begin, stop)
+        if shared or not everywhere:
+            keys = file.read(f"{prefix}/numbers" if shared else f"{prefix}/keys", begin, stop)
+        else:
+            keys = torch.arange(begin, stop) + record.first_keys[weight]
         examples = file.read(f"{prefix}/examples", begin, stop)
         gradients, positions = (
             file.read(name, begin, stop) if name in file else None
@@ -144,7 +150,7 @@ def read_blocks(
             part = slice(start, start + rows)
             steps, backwards, uses = per_event[part].unbind(1)
             yield Block(
-                keys=gather(weight, keys[part]) if shared else keys[part],
+                keys=gather(weight, keys[part]) if shared or everywhere else keys[part],
                 gradients=None if gradients is None else gradients[part],
                 events=numbers[part],
                 steps=steps,

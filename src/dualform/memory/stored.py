@@ -105,14 +105,17 @@ class StoredMemory:
     ) -> Iterator[Block]:
         """The events of one weight of steps since+1…until, in order, at most `rows` at a time.
 
-        `gather` may make something else than keys of the numbers of repeated ones.
+        `gather` may make something else than keys of their numbers.
         """
         width = self._row_bytes(weight)
         rows = rows or self.block_rows(weight)
         stretch = max(1, min(STRETCH, self.resident // 8) // (rows * (width + 48))) * rows
         for file, record in self.segments:
             if record.first_step <= until and record.last_step > since:
-                yield from read_blocks(file, record, weight, since, until, rows, stretch, gather or self.keys)
+                everywhere = gather is not None
+                yield from read_blocks(
+                    file, record, weight, since, until, rows, stretch, gather or self.keys, everywhere
+                )
 
     def stored_keys(self, weight: int) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]]:
         """Every stored key of a weight once, with the example and position of its first event, and its number."""

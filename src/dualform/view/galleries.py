@@ -59,7 +59,7 @@ def shelves_figure(shelves: Sequence[Shelf]) -> Figure:
     figure = _figure(left + widest * (SIZE + GAP), len(shelves) * height + 0.06)
     for row, shelf in enumerate(shelves):
         top = 0.06 + row * height
-        _write(figure, shelf.title, 0.16, top + SIZE / 2, rotation=90)
+        _write(figure, shelf.title, 0.16, top + SIZE / 2, rotation=90.0)
         for column, picture in enumerate(shelf.pictures):
             _hang(figure, picture, left + column * (SIZE + GAP), top)
     return figure
@@ -121,6 +121,6 @@ def _hang(figure: Figure, picture: Picture, left: float, top: float, size: float
     return axes
 
 
-def _write(figure: Figure, text: str, left: float, top: float, *, ha: str = "center", rotation: float = 0) -> None:
+def _write(figure: Figure, text: str, left: float, top: float, *, ha: str = "center", rotation: float = 0.0) -> None:
     x, y = left / figure.get_figwidth(), 1 - top / figure.get_figheight()
     figure.text(x, y, text, fontsize=TEXT, color=INK, ha=ha, va="center", rotation=rotation)

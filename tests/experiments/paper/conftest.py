@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from dualform.experiments.paper import Job, reproduce, store
 from dualform.experiments.paper.folder import RunFolder
 from dualform.experiments.paper.parts import PARTS
 from dualform.experiments.paper.run import Run
+
+
+@cache
+def _read(path: Path, part: str) -> Any:
+    found = store.read(next(one.kind for one in PARTS if one.name == part), path / f"{part}.json")
+    assert found is not None
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,7 @@ class Paper:
 
     def part(self, name: str, part: str, seed: int = 0) -> Any:
         """The result of a part as its file has it."""
-        kind = next(one.kind for one in PARTS if one.name == part)
-        found = store.read(kind, self.folder(name, seed).path / f"{part}.json")
-        assert found is not None
-        return found[0]
+        return _read(self.folder(name, seed).path, part)
 
     def raw(self, name: str, part: str, seed: int = 0) -> Any:
         """The same without any code of ours."""

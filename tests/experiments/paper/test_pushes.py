@@ -22,7 +22,7 @@ def test_the_images_are_wrong_ones_of_figures_and_the_first_of_every_task(name: 
             expected.append((case.task, int(wrong.nonzero()[0, 0])))
     for task in range(len(twin.recipe.tasks)):
         wrong = (answers != labels)[tasks == task].nonzero()[:, 0].tolist()
-        expected += [(task, index) for index in wrong[: 3 if name == "single" else 1]]
+        expected += [(task, index) for index in wrong[: tiny.ALONE if name == "single" else 1]]
     assert [(push.task, push.index) for push in found] == list(dict.fromkeys(expected))
     for push in found:
         of_task = tasks == push.task

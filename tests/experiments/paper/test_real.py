@@ -1,4 +1,4 @@
-"""The paper's experiments on the real data, in short: a few hundred steps, and the first 1,000 test images a task."""
+"""The paper's experiments on the real data, in short: a narrower network, a few hundred steps, 1,000 test images."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 
 import tiny
 from dualform.experiments.datasets import Dataset
-from dualform.experiments.paper import Job, drawing, report, reproduce, settings, spotlights, store
+from dualform.experiments.paper import Job, crossing, drawing, report, reproduce, settings, spotlights, store
 from dualform.experiments.paper.folder import RunFolder
 from dualform.experiments.paper.settings import CONTINUAL, JOINT, SINGLE, Showcase
-from dualform.experiments.recipes import FASHION, MNIST, RECIPES, Task
+from dualform.experiments.recipes import FASHION, MNIST, RECIPES, PaperNetwork, Task
 
 pytestmark = pytest.mark.skipif(
     not (Path(os.environ.get("DUALFORM_DATA") or ".") / "fashion-mnist").is_dir(),
     reason="DUALFORM_DATA names no directory with MNIST and Fashion-MNIST in it",
 )
 IMAGES = 1000
-STEPS = {"single": 200, "joint": 200, "continual": 200}
+STEPS = {"single": 250, "joint": 250, "continual": 200}
 LAYERS = ("fc0", "fc1", "fc2")
 
 
@@ -49,13 +49,16 @@ def real() -> Iterator[None]:
     """The paper's own experiments, not the small ones of this folder, with fewer test images."""
     with pytest.MonkeyPatch.context() as patch:
         one, two = shorter(MNIST), shorter(FASHION)
-        patch.setitem(RECIPES, "mnist", replace(RECIPES["mnist"], tasks=(one,)))
-        patch.setitem(RECIPES, "mnist-and-fashion", replace(RECIPES["mnist-and-fashion"], tasks=(one, two)))
+        narrow = partial(PaperNetwork, hidden=256)
+        patch.setitem(RECIPES, "mnist", replace(RECIPES["mnist"], model=narrow, tasks=(one,)))
+        both = replace(RECIPES["mnist-and-fashion"], model=narrow, tasks=(one, two))
+        patch.setitem(RECIPES, both.name, both)
         for experiment in (SINGLE, JOINT, CONTINUAL):
             cases = tuple(within(case) for case in experiment.showcases[:1])
             patch.setitem(settings.EXPERIMENTS, experiment.name, replace(experiment, showcases=cases))
         for module in (spotlights, drawing):
             patch.setattr(module, "BEST", 50)
+        patch.setattr(crossing, "IMAGES", 20)
         patch.setattr(report, "write_report", lambda *_: None)
         yield
 
@@ -112,7 +115,7 @@ def test_single_task(tmp_path: Path) -> None:
         assert push.difference > 0
         assert push.apart < 1e-4
         assert push.initial + sum(push.totals) == pytest.approx(push.difference, abs=1e-4)
-    assert len(found.pushes.images) == 3
+    assert len(found.pushes.images) == tiny.ALONE
 
 
 def test_joint_training(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_joint_training(tmp_path: Path) -> None:
     boot = found.spotlights.showcases[0]
     assert (boot.task, boot.index, boot.label) == (1, 981, 9)
     rows = {(row.task, row.layer): row for row in found.crossings.rows}
-    assert found.crossings.images == tiny.IMAGES
+    assert found.crossings.images == 20
     for task in ("mnist", "fashion-mnist"):
         for layer in LAYERS:
             row = rows[task, layer]

@@ -7,17 +7,19 @@ import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
 import uvicorn
+from playwright.sync_api import expect, sync_playwright
 
 from dualform.view.explorer.levers import read_input
 from dualform.view.explorer.server import Explorer, listen
 from dualform.view.explorer.subject import Subject
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WAIT = 60_000  # milliseconds, for a machine that is busy with other tests
+WAIT = 20_000  # milliseconds, for a machine that is busy with other tests
 
 if CHROMIUM is None and os.environ.get("CI"):
     raise RuntimeError("CI tests the page in a browser: apt-get install chromium")
@@ -39,8 +41,6 @@ def address(subject: Subject) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
@@ -93,14 +93,12 @@ def test_a_digit_drawn_with_the_mouse(page: Any, address: str, subject: Subject)
     page.mouse.up()
     page.wait_for_url("**pixels=**")
     settled(page)
-    assert page.locator(".title").inner_text() == "your image"
+    expect(page.locator(".title")).to_have_text("your image", timeout=WAIT)
     images = subject.images
     assert images is not None
-    from urllib.parse import parse_qs, urlsplit
-
     drawn = read_input({"pixels": parse_qs(urlsplit(page.url).query)["pixels"][0]}, images)
     # A stroke from top to bottom: ink in the middle, none at the sides.
-    assert int(drawn.pixels[:, 3:5].max()) > 200 and int(drawn.pixels[:, [0, 7]].max()) == 0
+    assert int(drawn.pixels[:, 3:5].max()) > 50 and int(drawn.pixels[:, [0, 7]].max()) == 0
     expected = images.model(images.preprocess(drawn.pixels[None], 0))[0]
     assert answer(page) == images.tasks[0].class_names[int(expected.argmax())]
     link = page.url
@@ -133,10 +131,10 @@ def test_the_time_slider_changes_the_prediction(page: Any, address: str, subject
     assert answer(page) == now
     page.locator("#until").fill("90")
     page.wait_for_url("**until=90**")
-    page.wait_for_function(f"document.getElementById('answer').textContent === {before!r}")
+    expect(page.locator("#answer")).to_have_text(before, timeout=WAIT)
     assert "90 of 180" in page.locator(".levers").inner_text()
     page.go_back()
-    page.wait_for_function(f"document.getElementById('answer').textContent === {now!r}")
+    expect(page.locator("#answer")).to_have_text(now, timeout=WAIT)
 
 
 def test_masking_a_task_changes_the_top_examples(page: Any, address: str, subject: Subject) -> None:
@@ -147,9 +145,7 @@ def test_masking_a_task_changes_the_top_examples(page: Any, address: str, subjec
     page.locator('[data-task="turned"]').uncheck()
     page.wait_for_url("**without=turned**")
     settled(page)
-    page.wait_for_function(
-        "[...document.querySelectorAll('[data-layer=fc2] .match img')].every(one => one.alt.includes('Upright'))"
-    )
+    expect(page.locator("[data-layer=fc2] .match img[alt*=Turned]")).to_have_count(0, timeout=WAIT)
     assert matches(page, "fc2") != before
     # A class alone.
     page.locator('[data-task="turned"]').check()
@@ -165,10 +161,9 @@ def test_a_deep_link_opens_what_it_says(page: Any, address: str) -> None:
     assert not page.locator('[data-group="upright:3"]').is_checked()
     assert (page.locator("#unit").input_value(), page.locator("#against").input_value()) == ("2", "7")
     assert "rather than seven" in page.locator('[data-layer="fc2"] .how').inner_text()
-    page.wait_for_selector('[data-layer="fc2"] figure:nth-child(3) .main-svg')
-    with page.expect_response("**format=json**") as response:
-        page.evaluate("fetch(document.querySelector('.links a').href)")
-    assert response.value.json()["step"] == 120
+    expect(page.locator('[data-layer="fc2"] .charts .main-svg').first).to_be_visible(timeout=WAIT)
+    numbers = page.request.get(address + str(page.locator(".links a").get_attribute("href")))
+    assert numbers.json()["step"] == 120
 
 
 def test_the_keyboard_alone(page: Any, address: str) -> None:
@@ -207,7 +202,7 @@ def test_an_image_is_uploaded(page: Any, address: str, tmp_path: Any) -> None:
     page.locator("#file").set_input_files(str(tmp_path / "one.png"))
     page.wait_for_url("**pixels=**")
     settled(page)
-    assert page.locator(".title").inner_text() == "your image"
+    expect(page.locator(".title")).to_have_text("your image", timeout=WAIT)
 
 
 def test_the_overview(page: Any, address: str) -> None:

@@ -71,6 +71,7 @@ class ImagesView {
   }
 
   #drawn() {
+    this.dirty = false; // what follows asks about the finished stroke
     this.#ask({ pixels: this.pad.marked ? toText(this.pad.pixels()) : null, test: null });
   }
 
