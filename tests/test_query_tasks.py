@@ -180,7 +180,6 @@ def test_images_in_a_file_are_normalised_as_their_task(
         assert prediction["top"][0]["class_name"] == NAMES[int(row.argmax())]
 
 
-@pytest.mark.xfail(strict=True, reason="only --image tells")
 def test_images_in_a_file_say_as_which_task_they_are_taken(
     joint: tuple[Path, nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

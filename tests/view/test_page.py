@@ -76,7 +76,6 @@ def test_a_figure_is_saved_as_png_and_svg_whatever_its_name(tmp_path: Path) -> N
     assert {file.name for file in tmp_path.iterdir()} == {"push-single-mnist-18.png", "push-single-mnist-18.svg"}
 
 
-@pytest.mark.xfail(strict=True, reason="matplotlib's ids in SVG are random without svg.hashsalt")
 def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
     one, other = (save_both(drawn(), tmp_path / name) for name in ("one", "other"))
     assert one == other

@@ -42,7 +42,14 @@ def train(
     columns, resume_at = chosen.columns(data.train), done or None
     with (
         dualform.record(
-            model, optimizer, path, examples=columns, keep="all", recipe=chosen.name, resume_at=resume_at
+            model,
+            optimizer,
+            path,
+            examples=columns,
+            keep="all",
+            recipe=chosen.name,
+            resume_at=resume_at,
+            on_error="raise",  # a training without its memory is of no use here
         ) as recorder,
         tqdm(total=len(batches), initial=done, desc=title, unit="step", disable=None) as progress,
     ):
@@ -91,14 +98,22 @@ def keep(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
     os.replace(unfinished, checkpoint)
 
 
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint; 0 where there is none that can be read."""
+    try:
+        with safe_open(checkpoint, "pt") as file:
+            return int(file.metadata()["step"])
+    except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
+        return 0
+
+
 @torch.no_grad()
 def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Put a checkpoint's state into the model and the optimiser and return its step; 0 where there is none."""
-    try:
+    step = checkpoint_step(checkpoint)
+    if step:
         with safe_open(checkpoint, "pt") as file:
             for name, parameter in model.named_parameters():
                 parameter.copy_(file.get_tensor(f"weight/{name}"))
                 optimizer.state[parameter]["momentum_buffer"] = file.get_tensor(f"velocity/{name}")
-            return int(file.metadata()["step"])
-    except (FileNotFoundError, SafetensorError):
-        return 0
+    return step

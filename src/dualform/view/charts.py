@@ -95,7 +95,7 @@ def totals_figure(classes: Classes, panels: Sequence[ClassPanel], measure: str =
 def timeline_figure(steps: int, panels: Sequence[tuple[str, tuple[int, ...]]]) -> Figure:
     """How many of the best events fall into stretches of training; dashed, if they were spread evenly."""
     figure = _figure(COLUMN, PANEL * len(panels) + 0.4)
-    axes = _rows(figure, len(panels), 0.36)
+    axes = _rows(figure, len(panels), 0.36, right=0.2)
     for (title, counts), one in zip(panels, axes, strict=True):
         width = steps / max(len(counts), 1)
         one.bar([(number + 0.5) * width for number in range(len(counts))], counts, width=0.9 * width, color=ANSWER)
@@ -183,10 +183,10 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _rows(figure: Figure, rows: int, foot: float) -> list[Axes]:
+def _rows(figure: Figure, rows: int, foot: float, right: float = 0.06) -> list[Axes]:
     """Axes one above the other, above a foot of so many inches."""
     width, height = figure.get_size_inches()
-    left, right, gap = 0.52, 0.06, 0.22
+    left, gap = 0.52, 0.22
     found = []
     for row in range(rows):
         bottom = foot + (rows - 1 - row) * PANEL
@@ -229,11 +229,12 @@ def _legend(figure: Figure, handles: list[Patch], on: Axes | None = None) -> Non
 
 
 def short(value: float) -> str:
-    """A number for an axis, with thousands and more as a letter.
+    """A number of three digits for an axis, with thousands and more as a letter.
 
-    >>> short(0), short(2.5), short(1500), short(-40000), short(3.2e7)
-    ('0', '2.5', '1.5k', '−40k', '32M')
+    >>> short(0.0), short(2.5), short(1500.0), short(-40000.0), short(999.9), short(3.2e7)
+    ('0', '2.5', '1.5k', '−40k', '1k', '32M')
     """
+    value = float(f"{value:.3g}")
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}".replace("-", "−")

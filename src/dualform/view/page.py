@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 DOTS = 220  # a figure's pixels per inch on the page and in its PNG file
@@ -91,8 +92,9 @@ class Page:
 
 def save_both(figure: Figure, path: Path) -> bytes:
     """Write a figure as PNG and as SVG, and return the PNG; `path` has no ending."""
-    # Without a date, the same figure is the same file.
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    # Without a date and with names that depend on nothing else, the same figure is the same file.
+    with rc_context({"svg.hashsalt": "dualform"}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".png"), dpi=DOTS)
     return path.with_suffix(".png").read_bytes()
 

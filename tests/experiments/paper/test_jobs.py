@@ -196,7 +196,6 @@ def test_training_goes_on_at_its_checkpoint_as_if_nothing_had_happened(
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="training.json has 1, not the step")
 def test_a_run_that_was_taken_up_says_at_which_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupted_at(patch, EVERY + 3)
@@ -264,7 +263,6 @@ def test_a_killed_process_loses_nothing_that_it_kept(whole: Path, tmp_path: Path
     same_results(results(tmp_path), results(whole))
 
 
-@pytest.mark.xfail(strict=True, reason="the same error at every call, until the user deletes the checkpoint")
 @pytest.mark.parametrize("damage", ["cut off", "empty", "of another step"])
 def test_a_checkpoint_that_cannot_be_used_is_no_dead_end(
     damage: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -362,7 +360,6 @@ def test_a_memory_is_deleted_after_its_analysis(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.xfail(strict=True, reason="nothing is left to do, so nobody deletes it")
 def test_a_memory_that_was_not_deleted_in_time_is_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,7 +456,6 @@ def test_a_report_of_another_format_or_request_is_drawn_again(whole: Path, tmp_p
     assert (out / "report.html").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError of a list")
 def test_a_results_file_that_is_no_object_is_written_again(whole: Path, tmp_path: Path) -> None:
     out = copied(whole, tmp_path / "copy")
     (out / "results.json").write_text("[]")
@@ -524,7 +520,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, segment: int) -> None:
     monkeypatch.setattr(disk, "rename", full)
 
 
-@pytest.mark.xfail(strict=True, reason="the steps before the failure are analysed and reported as the whole run")
 def test_a_recording_that_stopped_gives_no_results(
     tmp_path: Path, done: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +531,6 @@ def test_a_recording_that_stopped_gives_no_results(
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the checkpoint is ahead of the memory")
 def test_after_a_full_disk_the_job_can_go_on(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         full_disk(patch, segment=1)

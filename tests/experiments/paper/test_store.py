@@ -117,7 +117,6 @@ def test_what_is_damaged_or_of_another_format_is_not_there(content: Any, tmp_pat
     assert store.read(Leaf, file) is None
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError of a list")
 def test_a_list_where_a_dict_should_be_is_damage_too(tmp_path: Path) -> None:
     file = tmp_path / "tree.json"
     file.write_text(json.dumps({"format": store.FORMAT, "seconds": 0.5, "result": {"layers": []}}))

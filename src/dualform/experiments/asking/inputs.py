@@ -64,16 +64,16 @@ def read_inputs(memory: dualform.Memory, source: Source) -> Inputs:
     if source.image is not None:
         height, width = image_size(memory, chosen)
         image, notes = read_image(source.image, height, width, source.invert)
-        notes += _taken_as(chosen, source)
+        notes += _taken_as(chosen, source, "image is")
         return Inputs(source.image.name, chosen.preprocess(image[None], task), image[None], notes=notes, task=task)
     return _test_example(chosen, task, chosen.showcase if source.test is None else source.test)
 
 
-def _taken_as(chosen: Recipe, source: Source) -> tuple[str, ...]:
+def _taken_as(chosen: Recipe, source: Source, what: str) -> tuple[str, ...]:
     if len(chosen.tasks) == 1 or source.task is not None:
         return ()
     other = " or ".join(f"--task {task.name}" for task in chosen.tasks[1:])
-    return (f"the image is normalised as {chosen.tasks[0].name} is; {other} takes it as another task's.",)
+    return (f"the {what} normalised as {chosen.tasks[0].name} is; {other} takes it as another task's.",)
 
 
 def output_names(memory: dualform.Memory, inputs: Inputs) -> tuple[str, ...]:
@@ -128,7 +128,8 @@ def _from_file(memory: dualform.Memory, source: Source, path: Path) -> Inputs:
     if tuple(tensor.shape) == shape:
         tensor = tensor[None]
     if tensor.dtype == torch.uint8 and tuple(tensor.shape[1:]) == shape:
-        return Inputs(path.name, chosen.preprocess(tensor, task), tensor, task=task)
+        notes = _taken_as(chosen, source, "images are")
+        return Inputs(path.name, chosen.preprocess(tensor, task), tensor, notes=notes, task=task)
     return Inputs(path.name, tensor, _as_images(tensor, chosen, task, shape), task=task)
 
 

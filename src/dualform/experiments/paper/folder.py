@@ -20,12 +20,12 @@ from dualform.experiments.paper.parts import Part, parts_of
 from dualform.experiments.paper.results import RunResults
 from dualform.experiments.paper.run import Run
 from dualform.experiments.paper.settings import Experiment
-from dualform.experiments.training import train
+from dualform.experiments.training import checkpoint_step, train
 
 
 @dataclass(frozen=True)
 class Trained:
-    """How training went: the step at which it was taken up again, 0 for a run in one piece."""
+    """How training went: the step at which it was last taken up again, 0 for a run in one piece."""
 
     resumed_at: int
 
@@ -60,8 +60,10 @@ class RunFolder:
         return tuple(part for part in self.parts if self._read(part) is None)
 
     def is_done(self, keep_memories: bool) -> bool:
-        """Whether nothing is left to do."""
-        return not self.missing() and (not keep_memories or self.is_trained())
+        """Whether nothing is left to do, not even a memory to delete."""
+        if self.missing():
+            return False
+        return self.is_trained() if keep_memories else self._kept.exists() or not self.memory.exists()
 
     def is_trained(self) -> bool:
         """Whether the memory of the whole training is there."""
@@ -74,6 +76,15 @@ class RunFolder:
     def finish(self, data: Dataset, keep_memories: bool) -> None:
         """Do what is left: train, analyse, and delete the memory unless it is kept."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.missing() or keep_memories:
+            self._analyse(data)
+        if keep_memories:
+            self._kept.touch()
+        elif not self._kept.exists():
+            shutil.rmtree(self.memory)
+            self._checkpoint.unlink(missing_ok=True)
+
+    def _analyse(self, data: Dataset) -> None:
         if not self.is_trained():
             self._train(data)
         memory = dualform.open(self.memory)
@@ -84,9 +95,6 @@ class RunFolder:
                 started = time.perf_counter()
                 result = part.compute(run)
                 store.write(self._file(part.name), result, time.perf_counter() - started)
-        if not keep_memories:
-            shutil.rmtree(self.memory)
-            self._checkpoint.unlink(missing_ok=True)
 
     def results(self) -> RunResults:
         """The results of all parts; they must be there."""
@@ -106,20 +114,25 @@ class RunFolder:
         torch.manual_seed(self.seed)
         model = self.experiment.recipe.model()
         batches = list(self.experiment.batches(data.train, self.seed))
-        resumed = self._checkpoint.exists()
+        resumed_at = checkpoint_step(self._checkpoint)
         started = time.perf_counter()
         train(model, self.experiment.recipe, data, self.memory, batches, checkpoint=self._checkpoint)
-        store.write(self._file("training"), Trained(int(resumed)), time.perf_counter() - started)
+        store.write(self._file("training"), Trained(resumed_at), time.perf_counter() - started)
 
     def _drop_unusable(self) -> None:
-        """Begin anew where there is nothing to go on from: no checkpoint, or a memory that does not reach it."""
+        """Begin anew where there is nothing to go on from: no whole checkpoint, or a memory that does not reach it."""
         try:
-            there = dualform.open(self.memory).steps if self._checkpoint.exists() else 0
-        except (EmptyMemory, DamagedMemory, FileNotFoundError):
+            there = dualform.open(self.memory).steps if self.memory.exists() else 0
+        except (EmptyMemory, DamagedMemory):
             there = 0
-        if there == 0:
+        if not 0 < checkpoint_step(self._checkpoint) <= there:
             shutil.rmtree(self.memory, ignore_errors=True)
             self._checkpoint.unlink(missing_ok=True)
+
+    @property
+    def _kept(self) -> Path:
+        """Says that the memory was asked for, so that no later call deletes it."""
+        return self.path / "memory-is-kept"
 
     @property
     def _checkpoint(self) -> Path:

@@ -63,6 +63,8 @@ class Job:
             raise BadCall(f"--runs must be at least 1, not {self.runs}.")
         if self.seed < 0:
             raise BadCall(f"--seed must be at least 0, not {self.seed}.")
+        if self.seed + self.runs > 1 << 31:
+            raise BadCall(f"--seed must be below 2³¹, not {self.seed}.")
         if self.out.exists() and not self.out.is_dir():
             raise BadCall(f"--out {self.out} is a file; give a directory.")
         assert self.experiments  # raises for names and steps that do not exist
@@ -147,5 +149,7 @@ def _reported(job: Job) -> bool:
     try:
         content = json.loads((job.out / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return False
+    if not isinstance(content, dict):
         return False
     return bool(content.get("request") == job.request and content.get("format") == store.FORMAT)

@@ -49,11 +49,13 @@ class Report:
             out / "figures",
         )
         self._figures.mkdir(parents=True, exist_ok=True)
+        self._drawn: set[str] = set()
 
     def show(self, *drawn: Drawn) -> None:
         """Put figures side by side, and into files."""
         shown = []
         for one in drawn:
+            self._drawn.add(one.name)
             shown.append(
                 (
                     save_both(one.figure, self._figures / one.name),
@@ -62,6 +64,12 @@ class Report:
                 )
             )
         self.page.figures(*shown)
+
+    def clear(self) -> None:
+        """Remove the figures of an earlier report that this one does not have."""
+        for file in self._figures.iterdir():
+            if file.suffix in (".png", ".svg") and file.stem not in self._drawn:
+                file.unlink()
 
     def experiment(self, one: Results) -> None:
         """The section of one experiment."""
@@ -230,6 +238,7 @@ def write_report(out: Path, results: Sequence[Results], data: dict[str, Dataset]
     report.show(*draw_inputs(results, data))
     for one in results:
         report.experiment(one)
+    report.clear()
     unfinished = out / "report.html.part"
     unfinished.write_text(page.html(), encoding="utf-8")
     os.replace(unfinished, out / "report.html")

@@ -27,7 +27,7 @@ def read(kind: type[T], path: Path) -> tuple[T, float] | None:
         if content["format"] != FORMAT:
             return None
         return made(kind, content["result"]), float(content["seconds"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
