@@ -99,7 +99,7 @@ export class Picker {
     this.pages = found.pages;
     this.count.textContent = `${found.count.toLocaleString("en")} images, page ${found.pages ? found.page + 1 : 0} of ${found.pages}`;
     this.list.replaceChildren(...found.examples.map((one) => el("button", {
-      type: "button", role: "option", tabindex: "-1", "data-index": one.index, "aria-selected": String(one.index) === this.index,
+      type: "button", role: "option", tabindex: "-1", "data-index": one.index, "aria-selected": String(String(one.index) === this.index),
       class: one.label === one.answer ? "" : "wrong", title: `test image ${one.index}${one.label === one.answer ? "" : ", answered wrongly"}`,
       onclick: () => this.#choose(one.index),
     }, el("img", { src: one.image, alt: `test image ${one.index}`, width: 28, height: 28 }))));
