@@ -67,7 +67,8 @@ def demo(
     figure = save(spotlight_figure(exhibit), path.with_name(path.name + ".png"))
 
     console.print(f"The memory is in {path} ({memory.bytes / 1e9:.1f} GB), the figure in {figure}.", soft_wrap=True)
-    console.print(f"Next:  {command()} query {path} --test 7\n       {command()} info {path}", soft_wrap=True)
+    console.print(f"Next:  {command()} serve {path}   (a page to draw digits on and to look around)", soft_wrap=True)
+    console.print(f"       {command()} query {path} --test 7\n       {command()} info {path}", soft_wrap=True)
     return path
 
 
