@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -190,8 +191,8 @@ def shuffled(seed: int) -> Iterator[None]:
     """Inside, the events of every memory come in another order, all in one block."""
     read = StoredMemory.blocks
 
-    def blocks(memory: StoredMemory, weight: int, until: int, since: int = 0) -> Iterator[Block]:
-        parts = list(read(memory, weight, until, since=since))
+    def blocks(memory: StoredMemory, weight: int, until: int, since: int = 0, gather: Any = None) -> Iterator[Block]:
+        parts = list(read(memory, weight, until, since=since, gather=gather))
         order = torch.randperm(sum(map(len, parts)), generator=torch.Generator().manual_seed(seed))
         fields = Block.__dataclass_fields__
         yield Block(**{name: torch.cat([getattr(part, name) for part in parts])[order] for name in fields})

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from dualform.memory.room import Room
 

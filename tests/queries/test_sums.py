@@ -190,11 +190,12 @@ def test_the_way_that_answers(tmp_path: Path) -> None:
     for narrow in (attention.where(label=7), attention.where(example=[1, 2]), attention.exclude(name="b", label=2)):
         assert way(narrow.totals(by="label")) == per_example
     for columns in ("step", "position", ("position", "step")):
+        assert way(attention.totals(by=columns)) == one_pass
         assert way(attention.totals(by=columns)) == kept
     assert way(attention.where(step=slice(2, 5)).totals(by="label")) == one_pass
     assert way(attention.exclude(position=1).totals(by="label")) == one_pass
-    assert way(attention_of(history, Q, 5).totals(by="label")) == kept
-    assert way(attention.timeline(4)) == kept
+    assert way(attention_of(history, Q, 5).totals(by="label")) == kept  # no segment ends before it
+    assert way(attention.timeline(4)) == one_pass
     mixed = f"{per_example}, for 1 of the queries a full scan"
     assert way(attention.totals(by="label", absolute=True)) == mixed
     assert way(attention[:1].totals(by="label", absolute=True)) == per_example
@@ -215,6 +216,8 @@ def test_the_way_that_answers(tmp_path: Path) -> None:
 def test_sums_of_segments_are_read_once(tmp_path: Path) -> None:
     history = record(tmp_path / "run", *positive(12, ids=EXAMPLES))
     memory, asked = history.memory, attention_of(history, Q, 11)
+    whole = attention_of(history, Q, None)
+    assert torch.equal(whole.totals(by="step").values, whole.totals(by="step").values)
     first, again = (asked.totals(by="label") for _ in range(2))
     assert torch.equal(first.values, again.values)
     # Only the segment that goes on beyond step 11 is read again.

@@ -202,16 +202,23 @@ def _key_sums(focus: Focus, grouping: Grouping) -> _Way | None:
             lambda: (_Sums([counted_sums(focus, grouping)], everyone), stored(focus)),
         )
     kept = None if focus.selection else segment_sums(memory, focus.weight, grouping)
-    if kept is not None:
+    if kept is None:
+        keys = KeySums(grouping, focus.record.dim_in, memory.manifest.events(focus.weight))
+        return _Way("key sums", (keys,), lambda: (_Sums([keys.result()], everyone), 0))
+    if not kept.covers(focus.until):
+        passing = kept.reducer(focus.until)
 
-        def from_segments() -> tuple[_Sums, int]:
-            summed, rows = kept.until(focus.until)
+        def from_pass() -> tuple[_Sums, int]:
             segment_sums(memory, focus.weight, grouping)  # it has grown
-            return _Sums([summed], everyone), rows
+            return _Sums([passing.result()], everyone), 0
 
-        return _Way("key sums of segments", (), from_segments)
-    keys = KeySums(grouping, focus.record.dim_in, memory.manifest.events(focus.weight))
-    return _Way("key sums", (keys,), lambda: (_Sums([keys.result()], everyone), 0))
+        return _Way("key sums", (passing,), from_pass)
+
+    def from_segments() -> tuple[_Sums, int]:
+        summed, rows = kept.until(focus.until)
+        return _Sums([summed], everyone), rows
+
+    return _Way("key sums of segments", (), from_segments)
 
 
 def _size(focus: Focus, grouping: Grouping) -> int:

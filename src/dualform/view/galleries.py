@@ -71,7 +71,7 @@ def push_figure(
     """A misclassified image, who pushed towards the answer and who against it, and what every class adds."""
     size, left = 0.7, 1.3
     columns = max(len(towards.pictures), len(against.pictures), 1)
-    width = max(left + columns * (size + 0.12) + 0.1, 2 * COLUMN)
+    width = max(left + columns * (size + 0.2) + 0.1, 2 * COLUMN)
     names = (*classes.names, "initial")
     foot = 0.3 if max(map(len, classes.names)) <= 2 else 0.12 + 0.069 * max(map(len, names))
     shelf = size + 0.2 + max(found.below for one in (towards, against) for found in one.pictures)
@@ -82,7 +82,7 @@ def push_figure(
         top = row * shelf
         _write(figure, one.title, left, top + 0.1, ha="left")
         for column, found in enumerate(one.pictures):
-            _hang(figure, found, left + column * (size + 0.12), top + 0.2, size)
+            _hang(figure, found, left + column * (size + 0.2), top + 0.2, size)
     axes = figure.add_axes(
         (0.52 / width, foot / figure.get_figheight(), (width - 0.62) / width, 0.8 / figure.get_figheight())
     )

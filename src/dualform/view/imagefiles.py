@@ -23,6 +23,7 @@ def read_image(path: Path, height: int, width: int, invert: bool = False) -> Fit
 
     Proportions are kept: what the image does not cover has the brightness of its border.
     """
+    _require_pillow()
     if not path.is_file():
         raise BadCall(f"--image {path}: {'this is no file' if path.exists() else 'there is no such file'}.")
     return decode_image(path, f"--image {path}", height, width, invert)
@@ -30,10 +31,9 @@ def read_image(path: Path, height: int, width: int, invert: bool = False) -> Fit
 
 def decode_image(source: Path | io.BytesIO, name: str, height: int, width: int, invert: bool = False) -> Fitted:
     """The same for a file or its content; `name` is what it is called in messages."""
-    try:
-        from PIL import Image, ImageOps
-    except ModuleNotFoundError as error:
-        raise MissingExtra("Images need Pillow, which is not installed: pip install 'dualform[plot]'") from error
+    _require_pillow()
+    from PIL import Image, ImageOps
+
     try:
         with Image.open(source) as opened:
             if opened.width * opened.height > MOST_PIXELS:
@@ -62,6 +62,13 @@ def decode_image(source: Path | io.BytesIO, name: str, height: int, width: int, 
             "ask again with --invert."
         )
     return torch.from_numpy(pixels), tuple(notes)
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingExtra("Images need Pillow, which is not installed: pip install 'dualform[plot]'") from error
 
 
 def _grey(image: Any) -> Any:

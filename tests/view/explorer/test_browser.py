@@ -19,7 +19,7 @@ from dualform.view.explorer.server import Explorer, listen
 from dualform.view.explorer.subject import Subject
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WAIT = 20_000  # milliseconds, for a machine that is busy with other tests
+WAIT = 60_000  # milliseconds, for a machine that is busy with other tests
 
 if CHROMIUM is None and os.environ.get("CI"):
     raise RuntimeError("CI tests the page in a browser: apt-get install chromium")
