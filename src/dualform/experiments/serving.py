@@ -17,10 +17,12 @@ from dualform.view.explorer.guard import LOOPBACK
 from dualform.view.explorer.server import Explorer, listen, run
 from dualform.view.explorer.subject import Images, ImageSubject, Subject, Task
 
+RESIDENT = 2 << 30  # bytes: the indexes of a few layers stay at hand
+
 
 def serve(path: Path, host: str, port: int, browser: bool, console: Console) -> None:
     """Serve the explorer of a memory until the process is interrupted."""
-    memory = dualform.open(path)
+    memory = dualform.open(path, resident=RESIDENT)
     memory.require_events()
     subject = Subject(memory, path.absolute().name, image_subject(memory, console))
     explorer = Explorer(subject)

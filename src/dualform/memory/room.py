@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+SMALL = 256  # what takes less than such a part of the room goes last
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,14 @@ class Room:
                 return
             self._kept[key] = _Kept(thing, size, needs)
             while self.used > self.most and len(self._kept) > 1:
-                self.drop(next(iter(self._kept)))
+                self.drop(self._next())
         if tell := self.filled():
             tell()
+
+    def _next(self) -> Hashable:
+        """What goes first: of what takes much room what was not used for longest, before anything small."""
+        large = (key for key, kept in self._kept.items() if kept.size > self.most // SMALL)
+        return next(large, None) or next(iter(self._kept))
 
     def drop(self, key: Hashable) -> None:
         """Let go of a thing, and of what needs it."""

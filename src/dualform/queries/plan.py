@@ -24,6 +24,7 @@ from dualform.queries.sums import example_sums, has_example_sums
 T = TypeVar("T")
 S = TypeVar("S")
 SCAN = "sums over a full scan"
+FEW = 64  # groups whose sums are kept
 QUERIES = 16  # a sum of weighted keys costs about as much as scanning for so many queries
 
 
@@ -188,9 +189,16 @@ def _key_sums(focus: Focus, grouping: Grouping) -> _Way | None:
     if whole and has_example_sums(memory, focus.weight):
 
         def from_examples() -> tuple[_Sums, int]:
-            kept = example_sums(memory, focus.weight)
-            assert kept is not None
-            return _Sums([kept.grouped(focus.selection, grouping)], everyone), memory.manifest.examples + 1
+            # Those of a few groups are kept by themselves: they are small, and the sums of all examples are not.
+            key, few = ("grouped", focus.weight, grouping.key), len(grouping.groups) <= FEW and not focus.selection
+            summed: Summed | None = memory.room.find(key) if few else None
+            if summed is None:
+                kept = example_sums(memory, focus.weight)
+                assert kept is not None
+                summed = kept.grouped(focus.selection, grouping)
+                if few:
+                    memory.room.keep(key, summed, summed.sums.nbytes)
+            return _Sums([summed], everyone), memory.manifest.examples + 1
 
         return _Way("key sums per example", (), from_examples)
     if _size(focus, grouping) > memory.resident // 2:

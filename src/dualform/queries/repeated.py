@@ -107,6 +107,14 @@ def _products(
 
 
 def _occurrences(focus: Focus, grouping: Grouping) -> _Occurrences:
+    """The occurrences of all keys; without a selection they are kept for the next question."""
+    if focus.selection:
+        return _counted(focus, grouping)
+    key = ("occurrences", focus.weight, focus.until, grouping.key)
+    return focus.memory.room.get(key, lambda: _counted(focus, grouping), lambda made: 3 * made.keys.nbytes)
+
+
+def _counted(focus: Focus, grouping: Grouping) -> _Occurrences:
     found = [torch.empty(0, dtype=torch.int64)]
     for file, record in focus.memory.segments:
         if record.first_step <= focus.until and record.events[focus.weight]:
