@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import nn
 
 import dualform
 import tiny
-from dualform.cli import main
+from commands import answered, call
 from dualform.experiments.asking import exhibit
 from dualform.experiments.training import train
 from tiny import NAMES, TWO
@@ -38,20 +36,6 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     with tiny.registered():
         train(model, TWO, data, path, list(tiny.EXPERIMENTS["joint"].batches(data.train, 0))[:STEPS])
     return path, model
-
-
-def call(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return int(stop.value.code or 0)
-
-
-def answered(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    assert call("query", *arguments, "--json") == 0
-    streams = capsys.readouterr()
-    assert streams.err == ""
-    found: dict[str, Any] = json.loads(streams.out)
-    return found
 
 
 def plain_inputs(task: int, index: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 import subprocess
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 import dualform
 import small
-from dualform.cli import main
+from commands import answered, call
 from dualform.experiments.asking.conditions import condition
 from dualform.experiments.matches import best_examples
 from dualform.experiments.recipes import RECIPES, recipe
@@ -51,20 +50,6 @@ def run(digits: tuple[Path, nn.Module]) -> Path:
 
 def pictures() -> Tensor:
     return DIGITS.load().test.images
-
-
-def call(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return int(stop.value.code or 0)
-
-
-def answered(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    assert call("query", *arguments, "--json") == 0
-    streams = capsys.readouterr()
-    assert streams.err == ""
-    found: dict[str, Any] = json.loads(streams.out)
-    return found
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:

@@ -12,10 +12,9 @@ from rich.console import Console
 import dualform
 from dualform.errors import DataMissing, MissingExtra
 from dualform.experiments.asking.models import rebuilt_model, recipe_of
-from dualform.experiments.datasets import Split
 from dualform.view.explorer.guard import LOOPBACK
 from dualform.view.explorer.server import Explorer, listen, run
-from dualform.view.explorer.subject import Images, ImageSubject, Subject, Task
+from dualform.view.explorer.subject import ImageSubject, Subject
 
 RESIDENT = 2 << 30  # bytes: the indexes of a few layers stay at hand
 
@@ -53,13 +52,9 @@ def image_subject(memory: dualform.Memory, console: Console) -> ImageSubject | N
         model = rebuilt_model(memory, chosen.model, None)
     return ImageSubject(
         model=model,
-        tasks=tuple(Task(task.name, task.title, task.class_names) for task in chosen.tasks),
-        train=_images(data.train),
-        test=_images(data.test),
+        tasks=chosen.tasks,
+        train=data.train,
+        test=data.test,
         preprocess=chosen.preprocess,
         showcase=chosen.showcase,
     )
-
-
-def _images(split: Split) -> Images:
-    return Images(split.images, split.labels, split.tasks)

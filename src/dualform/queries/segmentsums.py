@@ -24,8 +24,9 @@ class SegmentSums:
         return sum(part.rows.sums.nbytes + part.counts.nbytes for part in list(self._whole.values()))
 
     def covers(self, until: int) -> bool:
-        """Whether every segment that ends up to a step is kept, so that only a rest is read."""
-        return all(number in self._whole for number in self._segments(until) if self._ends(number, until))
+        """Whether segments that end up to a step are kept, all of them, so that only a rest is read."""
+        ended = [number for number in self._segments(until) if self._ends(number, until)]
+        return bool(ended) and all(number in self._whole for number in ended)
 
     def until(self, until: int) -> tuple[Summed, int]:
         """The sums up to a step, added by segment in the order of segments, and how many rows were read for it."""

@@ -21,6 +21,7 @@ from torch import nn
 
 import dualform
 import tiny
+from commands import call
 from dualform.cli import main
 from dualform.errors import BadCall, DualformError
 from dualform.experiments import training
@@ -544,9 +545,7 @@ def test_after_a_full_disk_the_job_can_go_on(whole: Path, tmp_path: Path, monkey
 
 
 def called(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", *(str(argument) for argument in arguments)])
-    return int(stop.value.code or 0)
+    return call("reproduce", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def changing(subject: Subject, until: int) -> tuple[int, str, str]:
     images = subject.images
     assert images is not None
     of_task = images.test.tasks == 0
-    inputs = images.preprocess(images.test.pixels[of_task], 0)
+    inputs = images.preprocess(images.test.images[of_task], 0)
     with torch.no_grad():
         now, before = (
             model(inputs).argmax(1) for model in (images.model, subject.memory.dual(images.model, until=until))

@@ -45,7 +45,7 @@ def inputs(subject: Subject, task: int, index: int) -> torch.Tensor:
     images = subject.images
     assert images is not None
     place = images.test_place(task, index)
-    return images.preprocess(images.test.pixels[place : place + 1], task)
+    return images.preprocess(images.test.images[place : place + 1], task)
 
 
 def test_a_page_and_its_numbers_have_one_address(client: TestClient) -> None:
@@ -162,7 +162,7 @@ def test_contributions_in_the_last_layer(client: TestClient, subject: Subject, l
 def test_drawn_pixels_are_asked_about(client: TestClient, subject: Subject) -> None:
     images = subject.images
     assert images is not None
-    pixels = images.test.pixels[7]
+    pixels = images.test.images[7]
     found = ask(client, "/images", pixels=pixels_text(pixels))
     assert found["input"] == found["input"] | {"title": "your image", "index": None, "pixels": pixels_text(pixels)}
     assert found["prediction"]["label"] is None
@@ -182,7 +182,7 @@ def test_test_images_by_class_and_correctness(client: TestClient, subject: Subje
     assert images is not None
     of_task = images.test.tasks == 1
     labels = images.test.labels[of_task]
-    answers = images.model(images.preprocess(images.test.pixels[of_task], 1)).argmax(1)
+    answers = images.model(images.preprocess(images.test.images[of_task], 1)).argmax(1)
     for right in ("yes", "no", ""):
         found = ask(client, "/images/examples.json", task="turned", label=4, right=right)
         chosen = labels == 4 if right == "" else (labels == 4) & ((labels == answers) == (right == "yes"))
@@ -194,7 +194,7 @@ def test_test_images_by_class_and_correctness(client: TestClient, subject: Subje
 def test_training_images_are_pictures(client: TestClient, subject: Subject) -> None:
     answer = client.get("/images/train/5.png")
     shown = torch.tensor(list(Image.open(io.BytesIO(answer.content)).tobytes()), dtype=torch.uint8)
-    assert torch.equal(255 - shown, subject.images.train.pixels[5].reshape(-1))  # type: ignore[union-attr]
+    assert torch.equal(255 - shown, subject.images.train.images[5].reshape(-1))  # type: ignore[union-attr]
     assert client.get("/images/train/999999.png").status_code == 400
 
 
@@ -213,7 +213,7 @@ def test_the_overview_says_how_exact_the_memory_is(client: TestClient, subject: 
     assert accuracy["steps"][0] == 0 and accuracy["steps"][-1] == 2 * PHASE and len(accuracy["steps"]) == 21
     images = subject.images
     assert images is not None
-    inputs_of = images.preprocess(images.test.pixels[images.test.tasks == 1], 1)
+    inputs_of = images.preprocess(images.test.images[images.test.tasks == 1], 1)
     right = images.model(inputs_of).argmax(1) == images.test.labels[images.test.tasks == 1]
     assert accuracy["Turned"][-1] == pytest.approx(100 * float(right.double().mean()))
 

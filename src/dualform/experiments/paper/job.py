@@ -20,9 +20,10 @@ from dualform.experiments.datasets import Dataset
 from dualform.experiments.paper import store
 from dualform.experiments.paper.folder import RunFolder
 from dualform.experiments.paper.results import Results
-from dualform.experiments.paper.settings import EVENTS_A_STEP, Experiment, chosen
+from dualform.experiments.paper.settings import Experiment, chosen
 from dualform.experiments.recipes import recipe
 from dualform.experiments.runs import check_room, command
+from dualform.experiments.training import BATCH
 
 DERIVED = 1.3  # a memory and what is derived from it, against its keys and gradients
 
@@ -127,7 +128,7 @@ def _run(job: Job, todo: list[RunFolder], load: Any, console: Console) -> None:
     model = todo[0].experiment.recipe.model()
     needed = sum(steps) if job.keep_memories else max(steps)
     job.out.mkdir(parents=True, exist_ok=True)
-    check_room(job.out / "runs", model, round(DERIVED * needed * EVENTS_A_STEP), console)
+    check_room(job.out / "runs", model, round(DERIVED * needed * BATCH), console)
     told: set[str] = set()
     started = time.perf_counter()
     for number, folder in enumerate(todo):

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualform.errors import BadCall
 from dualform.experiments.datasets import Split
 from dualform.experiments.recipes import Recipe, recipe
-from dualform.experiments.training import BATCH, batches
+from dualform.experiments.training import batches
 
 MNIST, FASHION = 0, 1  # tasks of the recipe mnist-and-fashion
 BEST = 500  # events of a class in the figures of scores
@@ -150,4 +150,3 @@ PAPER_ACCURACY = {
     "joint": {"mnist": 97.0, "fashion-mnist": 87.0},
     "continual": {"mnist": 45.0, "fashion-mnist": 85.0},
 }
-EVENTS_A_STEP = BATCH

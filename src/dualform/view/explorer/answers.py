@@ -111,7 +111,7 @@ class Answers:
         for place in best:
             example = int(top.examples[0, place])
             found = self._described(example) | {"score": float(top.scores[0, place]), "step": int(top.steps[0, place])}
-            matches.append(found | {"image": picture(self.images.train.pixels[example])})
+            matches.append(found | {"image": picture(self.images.train.images[example])})
         return {"matches": matches, "explain": top.explain()}
 
     def _totals(

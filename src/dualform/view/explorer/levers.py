@@ -81,7 +81,7 @@ def read_input(parameters: Mapping[str, str], subject: ImageSubject) -> Input:
     index = _number(parameters, "test", 0, count - 1)
     index = min(subject.showcase, count - 1) if index is None else index
     place = subject.test_place(task, index)
-    return Input(subject.test.pixels[place], task, index, int(subject.test.labels[place]))
+    return Input(subject.test.images[place], task, index, int(subject.test.labels[place]))
 
 
 def _number(parameters: Mapping[str, str], name: str, least: int, most: int) -> int | None:

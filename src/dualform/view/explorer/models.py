@@ -47,12 +47,6 @@ class Models:
                     self._keep(levers, found)
         return found
 
-    def warm(self) -> None:
-        """Make what masks and time travel need, so that the first of each is as fast as the next ones."""
-        with self._making:
-            self._memory.weights(until=self._memory.steps)
-            self._folds()
-
     def totals(self, weight: str, bias: str | None, query: Tensor, direction: Tensor) -> list[float]:
         """What every class adds along a direction to the output of a layer, at the last step, by its fold."""
         folds = self._folds()

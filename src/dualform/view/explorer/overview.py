@@ -113,7 +113,7 @@ class Overview:
         if images is None or self._memory.manifest.keep != "all":
             return
         steps = self._memory.steps
-        inputs = [images.preprocess(images.test.pixels[images.test.tasks == at], at) for at in range(len(images.tasks))]
+        inputs = [images.preprocess(images.test.images[images.test.tasks == at], at) for at in range(len(images.tasks))]
         labels = [images.test.labels[images.test.tasks == at] for at in range(len(images.tasks))]
         found: dict[str, list[Any]] = {"steps": []} | {task.title: [] for task in images.tasks}
         for step in dict.fromkeys(round(steps * number / POINTS) for number in range(POINTS + 1)):

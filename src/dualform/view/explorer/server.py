@@ -122,7 +122,7 @@ class Explorer:
             content += part
             if len(content) > UPLOAD:
                 raise HTTPException(413, f"an image file may have at most {UPLOAD >> 20} MB.")
-        invert = _parameters(request).get("invert") == "yes"
+        invert = request.query_params.get("invert") == "yes"
         return JSONResponse(await self._run(self._quick, lambda: view.upload(bytes(content), invert)))
 
     async def _run(self, limiter: anyio.CapacityLimiter, work: Callable[[], Any]) -> Any:
@@ -185,12 +185,8 @@ def _wants_json(request: Request) -> bool:
 
 
 def _parameters(request: Request) -> Mapping[str, str]:
-    """The parameters of an address, of several with one name the last."""
-    return {name: value for name, value in request.query_params.items() if name not in ("format", "invert")} | (
-        {"invert": request.query_params["invert"]}
-        if request.url.path.endswith("/upload") and "invert" in request.query_params
-        else {}
-    )
+    """The parameters of an address, of several with one name the last; how it is to be told is none of them."""
+    return {name: value for name, value in request.query_params.items() if name != "format"}
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:

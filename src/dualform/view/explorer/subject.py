@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float32, Int64, UInt8
@@ -12,25 +13,34 @@ from torch import Tensor, nn
 from dualform.api import Memory
 
 
-@dataclass(frozen=True)
-class Task:
-    """A data set with the names of its classes."""
+@runtime_checkable
+class Task(Protocol):
+    """A data set with the names of its classes, as a recipe has it."""
 
-    name: str
-    title: str
-    class_names: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Images with their labels and the numbers of their tasks."""
+@runtime_checkable
+class Images(Protocol):
+    """Images with their labels and the numbers of their tasks, as a split of a data set has them."""
 
-    pixels: UInt8[Tensor, "images height width"]
-    labels: Int64[Tensor, " images"]
-    tasks: Int64[Tensor, " images"]
+    @property
+    def images(self) -> UInt8[Tensor, "images height width"]: ...
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    @property
+    def labels(self) -> Int64[Tensor, " images"]: ...
+
+    @property
+    def tasks(self) -> Int64[Tensor, " images"]: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +57,7 @@ class ImageSubject:
     @property
     def size(self) -> tuple[int, int]:
         """Height and width of an image."""
-        return self.test.pixels.shape[1], self.test.pixels.shape[2]
+        return self.test.images.shape[1], self.test.images.shape[2]
 
     @property
     def columns(self) -> tuple[str, ...]:

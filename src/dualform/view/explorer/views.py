@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 from dualform.errors import BadQuery
 from dualform.view.explorer.answers import Answers, picture, png
@@ -68,6 +70,7 @@ class ImagesView:
     name: str = "images"
     title: str = "Images"
     _answers: Answers = field(init=False)
+    _known: dict[int, Int64[Tensor, " images"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._answers = Answers(self.subject, self.images)
@@ -134,7 +137,7 @@ class ImagesView:
                     "index": index,
                     "label": int(labels[index]),
                     "answer": int(answers[index]),
-                    "image": picture(self.images.test.pixels[of_task[index]]),
+                    "image": picture(self.images.test.images[of_task[index]]),
                 }
                 for index in found[page * PAGE : (page + 1) * PAGE].tolist()
             ],
@@ -144,7 +147,7 @@ class ImagesView:
         """A training image as a PNG file."""
         if not 0 <= example < len(self.images.train):
             raise BadQuery(f"there is no training example {example}.")
-        return png(self.images.train.pixels[example])
+        return png(self.images.train.images[example])
 
     def upload(self, content: bytes, invert: bool) -> dict[str, Any]:
         """An image file as the pixels of the page's own parameter."""
@@ -152,23 +155,15 @@ class ImagesView:
         pixels, notes = decode_image(io.BytesIO(content), "this file", height, width, invert)
         return {"pixels": pixels_text(pixels), "notes": [note.replace("--invert", "“invert”") for note in notes]}
 
-    def warm(self) -> None:
-        """Make what the first questions need."""
-        self.data({})
-        if self.subject.memory.manifest.keep == "all":
-            self._answers.models.warm()
-
     def close(self) -> None:
         """Nothing goes on in the background."""
 
     @torch.no_grad()
-    def _answer_to_all(self, task: int) -> torch.Tensor:
+    def _answer_to_all(self, task: int) -> Int64[Tensor, " images"]:
         """The model's answers to a task's test images; a tenth of a second, once."""
-        if not hasattr(self, "_known"):
-            self._known: dict[int, torch.Tensor] = {}
         if task not in self._known:
-            pixels = self.images.test.pixels[self.images.test.tasks == task]
-            self._known[task] = self.images.model(self.images.preprocess(pixels, task)).argmax(1)
+            images = self.images.test.images[self.images.test.tasks == task]
+            self._known[task] = self.images.model(self.images.preprocess(images, task)).argmax(1)
         return self._known[task]
 
 
@@ -184,6 +179,3 @@ def _whole(text: str, name: str, most: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) < most):
         raise BadQuery(f"{name} is a whole number from 0 to {most - 1:,}, not {text[:40]!r}.")
     return int(text)
-
-
-Handler = Callable[[Mapping[str, str]], dict[str, Any]]

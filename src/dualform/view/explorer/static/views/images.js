@@ -90,12 +90,15 @@ class ImagesView {
     link.delete("mode");
     this.json.href = `/images?${link}`;
     this.element.setAttribute("aria-busy", "true");
+    const patience = setTimeout(() => tell("Working … The first mask and the first earlier step sum all events once."), 3000);
     try {
       await this.#fetch(asked);
+      clearTimeout(patience);
       await this.#more();
     } catch (problem) {
       this.#refused(problem);
     } finally {
+      clearTimeout(patience);
       this.element.setAttribute("aria-busy", "false");
     }
   }
