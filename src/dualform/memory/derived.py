@@ -8,7 +8,7 @@ KEYFRAMES = "derived/keyframes"
 KEYFRAME = KEYFRAMES + "/{:08d}.safetensors"
 SUMS = "derived/sums"
 SHADOWS = "derived/shadow"
-FOLDS = "derived/folds"
+FOLD = "derived/folds/{}/{:08d}.safetensors"
 
 
 def derived_files(root: Path) -> list[Path]:

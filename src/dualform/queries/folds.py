@@ -16,7 +16,7 @@ class Folds:
 
     def __init__(self, memory: StoredMemory) -> None:
         self._memory = memory
-        self._keyframes = Keyframes(memory)
+        self.keyframes = Keyframes(memory)
         self._last: tuple[int, dict[str, Tensor]] | None = None
 
     def parameters(self, until: int, selection: Selection) -> dict[str, Float64[Tensor, "..."]]:
@@ -24,7 +24,7 @@ class Folds:
         if selection:
             return self.whole(until, selection)
         if self._last is None or self._last[0] != until:
-            self._last = (until, self._keyframes.at(until).weights)
+            self._last = (until, self.keyframes.at(until).weights)
         return self._last[1]
 
     def whole(self, until: int, selection: Selection) -> dict[str, Float64[Tensor, "..."]]:

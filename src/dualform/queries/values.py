@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from dualform.blocks import Block
@@ -106,12 +106,10 @@ def fold(
     selection: Selection,
     velocity: bool = False,
     since: int = 0,
-    dtype: torch.dtype = torch.float64,
 ) -> tuple[Float64[Tensor, "dim_out dim_in"], dict[str, Float64[Tensor, " dim_out"]]]:
     """Σ e_t ⊗ x_t of the selected events, and Σ c^b g_t for every bias they went through; in fp64.
 
-    With `velocity` their part of the velocities instead, with `since` only of the events after that step. With
-    another `dtype` the products of a block are formed in that, at twice the speed, and then added in fp64.
+    With `velocity` their part of the velocities instead, with `since` only of the events after that step.
     """
     record = memory.manifest.weights[weight]
     biases = parameters_of(memory, weight)[1:]
@@ -127,13 +125,11 @@ def fold(
         # A pass that was dropped has coefficient 0, and may hold infinities: it is left out, not multiplied.
         chosen = block.select(used)
         assert chosen.gradients is not None and block.gradients is not None
-        values = chosen.gradients.to(dtype) * coefficient[used, None].to(dtype)
+        values = chosen.gradients.double() * coefficient[used, None]
         if values_of is not None:
             values_of.add(chosen.keys[:, 0].long(), values)
-        elif dtype == torch.float64:
-            total.addmm_(values.T, chosen.keys.double())
         else:
-            total += values.T @ chosen.keys.to(dtype)
+            total.addmm_(values.T, chosen.keys.double())
         for name, table in tables.items():
             _, of_bias = table.of_events(block)
             used = of_bias != 0
@@ -164,9 +160,9 @@ class _Values:
         self._sums = torch.zeros(keys, dim_out, dtype=torch.float64)
         self._used = torch.zeros(keys, dtype=torch.bool)
 
-    def add(self, keys: Int64[Tensor, " events"], values: Float[Tensor, "events dim_out"]) -> None:
+    def add(self, keys: Int64[Tensor, " events"], values: Float64[Tensor, "events dim_out"]) -> None:
         """Take in events by the numbers of their keys."""
-        self._sums.index_add_(0, keys, values.double())
+        self._sums.index_add_(0, keys, values)
         self._used[keys] = True
 
     def times_keys(self, total: Float64[Tensor, "dim_out dim_in"]) -> Float64[Tensor, "dim_out dim_in"]:

@@ -234,7 +234,7 @@ def _classes(experiment: Experiment, task: int, label: int, answer: int, everywh
 
 def _pushed(recipe: Recipe, one: Pusher) -> str:
     events = "1 event" if one.events == 1 else f"{one.events:,} events"
-    return f"{class_lines(recipe, one.task, one.label)}\n{f'{one.added:+.2g}'.replace('-', '−')}\n{events}"
+    return f"{class_lines(recipe, one.task, one.label)}\n{f'{one.added:+.2f}'.replace('-', '−')}\n{events}"
 
 
 def _totals(layers: Sequence[Layer]) -> list[ClassPanel]:
@@ -244,7 +244,7 @@ def _totals(layers: Sequence[Layer]) -> list[ClassPanel]:
 def _shelf(layer: Layer, recipe: Recipe, data: Dataset) -> Shelf:
     def picture(match: Match) -> Picture:
         name = class_lines(recipe, match.task, match.label)
-        return Picture(data.train.images[match.example], f"{name}\nscore {match.score:,.4g}")
+        return Picture(data.train.images[match.example], f"{name}\nscore {match.score:,.1f}")
 
     return Shelf(layer_title(layer.name), tuple(picture(match) for match in layer.matches))
 

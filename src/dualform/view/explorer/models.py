@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from dualform.api import Memory
 from dualform.queries.groupfolds import GroupFolds, group_folds
-from dualform.queries.selection import Selection
-from dualform.queries.values import fold
 from dualform.view.explorer.levers import Levers
 from dualform.view.explorer.subject import ImageSubject
 
@@ -50,9 +48,10 @@ class Models:
     def totals(self, weight: str, bias: str | None, query: Tensor, direction: Tensor) -> list[float]:
         """What every class adds along a direction to the output of a layer, at the last step, by its fold."""
         folds = self._folds()
-        added = direction @ (folds.parts[weight] @ query.double()).T
+        parts = folds.last().weights
+        added = direction @ (parts[weight] @ query.double()).T
         if bias is not None:
-            added = added + folds.parts[bias] @ direction
+            added = added + parts[bias] @ direction
         known = [group if isinstance(group, tuple) else (group,) for group in folds.grouping.groups]
         sums = dict(zip(known, added.tolist(), strict=True))
         return [sums.get(name, 0.0) for name in self._names(self._subject.groups)]
@@ -78,23 +77,9 @@ class Models:
     def _weights(self, levers: Levers) -> Mapping[str, Tensor]:
         if not levers.without:
             return self._memory.weights(until=levers.until)
-        if levers.until is None:
-            folds = self._folds()
-            return folds.without(self._codes(folds, levers.without))
-        return self._both(levers.until, levers.without)
-
-    def _both(self, until: int, without: frozenset[tuple[int, int]]) -> Mapping[str, Tensor]:
-        """The model at a step, less the left-out events; or from the kept ones alone, where these are fewer."""
-        memory, left_out = self._memory, self._subject.of_groups(set(without))
-        fewer = 2 * int(left_out.sum()) > len(left_out)
-        selection = Selection().narrowed(memory, {"example": ~left_out if fewer else left_out})
-        found = dict(memory.folds.untouched_all(until) if fewer else memory.folds.parameters(until, Selection()))
-        sign = 1.0 if fewer else -1.0
-        for weight, record in enumerate(memory.manifest.weights):
-            total, biases = fold(memory, weight, until, selection, dtype=torch.float32)
-            for name, part in {record.name: total, **biases}.items():
-                found[name] = found[name] + sign * part
-        return found
+        folds = self._folds()
+        until = self._memory.steps if levers.until is None else levers.until
+        return folds.without(self._codes(folds, levers.without), until)
 
     def _folds(self) -> GroupFolds:
         return group_folds(self._memory, self._memory.folds, self._subject.columns)
