@@ -90,9 +90,9 @@ def main() -> None:
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
-        while "http://" not in line:
+        while "http://127." not in line:
             line = server.stdout.readline()
-        found = re.search(r"http://\S+/", line)
+        found = re.search(r"http://127\.0\.0\.1\S*/", line)
         assert found is not None
         measure(found[0], server.pid, options)
     finally:

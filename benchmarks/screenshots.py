@@ -32,7 +32,7 @@ def served(run: Path) -> Iterator[str]:
         assert server.stdout is not None
         found = None
         while found is None:
-            found = re.search(r"http://\S+/", server.stdout.readline())
+            found = re.search(r"http://127\.0\.0\.1\S*/", server.stdout.readline())
         yield found[0].rstrip("/")
     finally:
         server.terminate()
@@ -79,6 +79,7 @@ def main() -> None:
             dark = page(1440, 1080, "dark")
             dark.goto(f"{address}/images?test=18&measure=contributions")
             settled(dark)
+            dark.locator("article").last.scroll_into_view_if_needed()
             dark.screenshot(path=options.out / "explorer-dark.png")
             phone = page(390, 1400)
             phone.goto(f"{address}/images?test=5938")
@@ -88,6 +89,7 @@ def main() -> None:
             shown = page(1440, 1080)
             shown.goto(f"{address}/images?test=6&without=fashion-mnist")
             settled(shown)
+            shown.locator(".ask").evaluate("column => column.scrollTo(0, column.scrollHeight)")
             shown.screenshot(path=options.out / "explorer-levers.png")
             shown.goto(f"{address}/overview")
             shown.wait_for_selector(".verdict")

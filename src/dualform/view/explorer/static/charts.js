@@ -59,7 +59,7 @@ export function timeline(place, edges, values) {
     width: values.map((_, at) => 0.92 * (edges[at + 1] - edges[at])), marker: { color: colour("--answer") },
     hovertemplate: "step %{x:,.0f}<br>%{y:,.4~g}<extra></extra>",
   }];
-  return Plotly.react(place, data, layout({ xaxis: { title: { text: "training step", font: { size: 11 } } }, margin: { l: 44, r: 8, t: 8, b: 36 } }), OPTIONS);
+  return Plotly.react(place, data, layout({ xaxis: { title: { text: "training step", font: { size: 11 } }, showgrid: false, tickformat: ",d" }, margin: { l: 44, r: 8, t: 8, b: 36 } }), OPTIONS);
 }
 
 export function lines(place, steps, series) {
@@ -69,10 +69,10 @@ export function lines(place, steps, series) {
     marker: { size: 6 }, hovertemplate: `${name}<br>step %{x:,}: %{y:.1f} %<extra></extra>`,
   }));
   const shown = { showlegend: data.length > 1, legend: { orientation: "h", y: 1.12 }, height: 280, margin: { l: 48, r: 8, t: 8, b: 40 } };
-  return Plotly.react(place, data, layout({ ...shown, xaxis: { title: { text: "training step" } }, yaxis: { title: { text: "test accuracy, %" }, range: [0, 101] } }), OPTIONS);
+  return Plotly.react(place, data, layout({ ...shown, xaxis: { title: { text: "training step" }, tickformat: ",d" }, yaxis: { title: { text: "test accuracy, %" }, range: [0, 101] } }), OPTIONS);
 }
 
 function ticks(groups) {
   const long = groups.some((group) => group.name.length > 2);
-  return { tickvals: groups.map((_, at) => at), ticktext: groups.map((group) => group.name), tickangle: long ? -90 : 0, tickfont: { size: long ? 10 : 11 } };
+  return { showgrid: false, zeroline: false, tickvals: groups.map((_, at) => at), ticktext: groups.map((group) => group.name), tickangle: long ? -90 : 0, tickfont: { size: long ? 10 : 11 } };
 }

@@ -73,7 +73,7 @@ export class Levers {
     this.onchange({
       measure: contributions ? "contributions" : null,
       unit: contributions ? this.unit.value : null,
-      against: contributions && this.unit.value !== "" && this.against.value !== this.unit.value ? this.against.value : null,
+      against: contributions && this.against.value !== this.unit.value ? this.against.value : null,
     });
   }
 
@@ -108,6 +108,5 @@ export class Levers {
     };
     fill(this.unit, best === null ? "the answer" : `the answer (${best})`, this.wanted.unit);
     fill(this.against, "–", this.wanted.against);
-    this.against.disabled = this.unit.value === "";
   }
 }

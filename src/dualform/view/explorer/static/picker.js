@@ -24,7 +24,8 @@ export class Picker {
       this.list,
       el("div", { class: "pages" },
         el("button", { type: "button", onclick: () => this.#turnPage(-1), "aria-label": "Earlier test images" }, "‹"), this.count,
-        el("button", { type: "button", onclick: () => this.#turnPage(1), "aria-label": "Later test images" }, "›")));
+        el("button", { type: "button", onclick: () => this.#turnPage(1), "aria-label": "Later test images" }, "›")),
+      el("p", { class: "soft key" }, "answered wrongly"));
     this.draw = el("div", { class: "picker" },
       el("button", { type: "button", id: "clear", onclick: () => this.#clear() }, "Clear"),
       el("span", { class: "soft" }, " Draw with the mouse or a finger. It is fitted as the training images were."),

@@ -212,7 +212,7 @@ class LayerCard {
       el("img", { src: one.image, alt: `training example ${one.example}, ${one.task} ${one.class_name}`, width: 56, height: 56 }),
       el("figcaption", {}, el("b", {}, one.class_name), el("br"), number(one.score), el("br"), el("span", { class: "soft" }, `step ${one.step.toLocaleString("en")}`)))));
     charts.totals(this.places.totals, groups, layer.totals, colours, layer.measure === "score" ? "Σ |score|" : "Σ");
-    this.how.textContent = `Ranked by ${layer.measure === "score" ? "score" : `what each event ${layer.measure}`}. ${layer.explain}`;
+    this.how.textContent = `Ranked by ${layer.measure === "score" ? "score" : `what each event ${layer.measure}`}; ${layer.explain}.`;
   }
 
   more(part, layer, groups, colours) {
