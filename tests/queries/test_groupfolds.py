@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,65 @@ def test_events_without_an_example_stay(memory: dualform.Memory, tmp_path: Path,
     found = folds_of(half, "label").without(groups, 7)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def test_a_dropped_pass_may_hold_infinities(memory: dualform.Memory, tmp_path: Path) -> None:
+    model = small.network()
+    optimizer = sgd(model)
+    with dualform.record(model, optimizer, tmp_path / "dropped", examples={"label": LABELS}) as recorder:
+        for step in range(1, STEPS + 1):
+            ids, x, y = small.batch(step)
+            with recorder.batch(ids):
+                (F.cross_entropy(model(x), y) * (float("inf") if step == 3 else 1.0)).backward()
+            if step == 3:
+                optimizer.zero_grad()  # a loss scaler does that
+            optimizer.step()
+            optimizer.zero_grad()
+    dropped = dualform.open(tmp_path / "dropped")
+    assert dropped.manifest.nonfinite > 0
+    for name, weight in dropped.weights(where={"label": [0, 2]}).items():
+        found = folds_of(dropped, "label").without([1], dropped.steps)[name]
+        torch.testing.assert_close(found, weight, rtol=1e-10, atol=1e-12)
+
+
+def test_there_is_no_mark_between_a_pass_and_its_last_step(memory: dualform.Memory, tmp_path: Path) -> None:
+    """A bias that an optimiser of its own steps later."""
+    model = small.network()
+    weights = torch.optim.SGD([one.weight for one in (model[0], model[2])], lr=0.1, momentum=0.9)
+    biases = torch.optim.SGD([one.bias for one in (model[0], model[2])], lr=0.1, momentum=0.9)
+    examples = {"label": LABELS}
+    with dualform.record(model, [weights, biases], tmp_path / "two", examples=examples) as recorder:
+        for step in range(1, 7):
+            ids, x, y = small.batch(step)
+            with recorder.batch(ids):
+                F.cross_entropy(model(x), y).backward()
+            weights.step()
+            weights.zero_grad()
+            if step % 2 == 0:  # of two passes, each of which the weights have used before
+                biases.step()
+                biases.zero_grad()
+    two = dualform.open(tmp_path / "two")
+    assert not two.journal.is_clean(4)  # where there would be a mark
+    for until in range(1, two.steps + 1):
+        expected = two.folds.whole(until, Selection().without(two, {"label": 1}))
+        for groups in ([1], [0, 2]):
+            found = folds_of(two, "label").without(groups, until)
+            kept = expected if groups == [1] else two.folds.whole(until, Selection().without(two, {"label": [0, 2]}))
+            for name, weight in kept.items():
+                torch.testing.assert_close(found[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def test_the_files_of_another_run_are_not_taken(memory: dualform.Memory, tmp_path: Path) -> None:
+    folds_of(memory, "label").last()
+    model = small.network(seed=1)
+    other = small.run(tmp_path / "other", model, sgd(model), STEPS, examples={"label": LABELS, "kind": KINDS})[1]
+    for name, file in files(memory).items():
+        place = other.path / "derived" / "folds" / file.parent.name / f"{name}.safetensors"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
+    for name, weight in other.weights(where={"label": [0, 2]}, until=10).items():
+        found = folds_of(other, "label").without([1], 10)[name]
+        torch.testing.assert_close(found, weight, rtol=1e-10, atol=1e-12)
 
 
 def test_only_the_events_since_the_last_mark_are_read(memory: dualform.Memory, monkeypatch: pytest.MonkeyPatch) -> None:

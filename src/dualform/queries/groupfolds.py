@@ -42,10 +42,16 @@ class GroupFolds:
     _memory: StoredMemory
     _folds: Folds
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether the parts at the last step are there already."""
+        kept = self._memory.room.find(self._key(None)) is not None
+        return kept or (self._memory.path / self._file(self._memory.steps)).exists()
+
     def last(self) -> State:
         """The parts at the last step."""
-        key = ("group folds", self.grouping.key)
-        return self._memory.room.get(key, lambda: self._state(self._memory.steps), lambda state: state.bytes)
+        key, steps = self._key(None), self._memory.steps
+        return self._memory.room.get(key, lambda: self._state(steps), lambda state: state.bytes)
 
     def without(self, groups: Iterable[int], until: int) -> dict[str, Float64[Tensor, "..."]]:
         """Every parameter after a step, without the events of some groups.
@@ -96,7 +102,8 @@ class GroupFolds:
         found: State | None = self._memory.room.find(self._key(mark))
         return found or read_state(self._memory, self._file(mark), mark, self._fingerprint(mark))
 
-    def _key(self, mark: int) -> tuple[object, ...]:
+    def _key(self, mark: int | None) -> tuple[object, ...]:
+        """Under which the parts after a mark are kept at hand; None is the last step, whichever that is."""
         return ("group folds", self.grouping.key, mark)
 
     def _zero(self) -> State:

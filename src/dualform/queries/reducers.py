@@ -85,12 +85,14 @@ class Top:
         self._add(other.scores, other.numbers)
 
     def _add(self, scores: Tensor, numbers: Tensor) -> None:
-        # Preselect: everything at least as good as the block's k-th best, so that ties are decided by event.
+        # Of every query all that is at least as good as the block's k-th best, so that ties are decided by event.
         keys = rank_keys(scores, self._order)
         if len(keys) and keys.shape[1] > 4 * self._k:
-            worst = keys.topk(self._k, dim=1).values[:, -1:].amin(dim=0)
-            some = (keys >= worst).any(dim=0)
-            scores, numbers = scores[:, some], numbers[:, some]
+            worst = keys.topk(self._k, dim=1).values[:, -1:]
+            most = int((keys >= worst).sum(dim=1).max())
+            some = keys.topk(most, dim=1).indices.sort(dim=1).values
+            scores = scores.gather(1, some)
+            numbers = numbers.gather(1, some[:, :, None].expand(-1, -1, numbers.shape[2]))
         scores = torch.cat([self.scores, scores], dim=1)
         numbers = torch.cat([self.numbers, numbers], dim=1)
         # Events come in ascending order, so a stable sort leaves ties in that order.

@@ -48,6 +48,12 @@ class Counted:
         self.trained, self.computed, self.drawn = [], [], 0
 
 
+def reported(out: Path) -> list[str]:
+    """A report without figures."""
+    (out / "report.html").write_text("a report")
+    return []
+
+
 def quick(part: parts.Part) -> parts.Part:
     """Spotlights take the most time and have tests of their own."""
     return replace(part, compute=lambda run: Spotlights(())) if part.name == "spotlights" else part
@@ -69,9 +75,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
         return counted
 
-    def draw(out: Path, *_: Any) -> None:
+    def draw(out: Path, *_: Any) -> list[str]:
         found.drawn += 1
-        (out / "report.html").write_text("a report")
+        return reported(out)
 
     monkeypatch.setattr(training, "EVERY", EVERY)
     monkeypatch.setattr(folder, "train", count_train)
@@ -149,7 +155,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one piece, with its memory."""
     out = tmp_path_factory.mktemp("whole")
     with tiny.registered(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_report", lambda out, *_: (out / "report.html").write_text("a report"))
+        patch.setattr(report, "write_report", lambda out, *_: reported(out))
         patch.setattr(parts, "PARTS", tuple(map(quick, parts.PARTS)))
         finish(out, keep_memories=True)
     return out

@@ -59,7 +59,7 @@ def real() -> Iterator[None]:
         for module in (spotlights, drawing):
             patch.setattr(module, "BEST", 50)
         patch.setattr(crossing, "IMAGES", 20)
-        patch.setattr(report, "write_report", lambda *_: None)
+        patch.setattr(report, "write_report", lambda *_: [])
         yield
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ from PIL import Image
 import tiny
 from dualform.experiments.paper.drawing import class_lines, class_title, layer_title, mask_title
 from dualform.experiments.paper.masks import Masked
+from dualform.experiments.paper.report import Report
 from dualform.experiments.recipes import recipe
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -134,6 +136,17 @@ def test_every_image_says_what_it_shows_and_is_the_file(page: Parsed, paper: Any
         assert width / height == pytest.approx(int(image["width"] or 0) / int(image["height"] or 0), rel=0.02)
     assert embedded == {file.read_bytes() for file in figures(paper).values()}
     assert len(page.images) == len(figures(paper))
+
+
+def test_only_figures_of_an_earlier_report_are_removed(paper: Any, tmp_path: Path) -> None:
+    listed = json.loads((paper.out / "results.json").read_text(encoding="utf-8"))["figures"]
+    assert listed == sorted(figures(paper))
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    for name in ("old.png", "old.svg", "mine.png"):
+        (folder / name).write_bytes(b"")
+    assert Report(tmp_path, {}).clear({"old", "gone"}) == []
+    assert [file.name for file in folder.iterdir()] == ["mine.png"]
 
 
 def test_figures_are_files_of_two_kinds_and_wide_enough_for_print(paper: Any) -> None:

@@ -109,6 +109,58 @@ def test_a_digit_drawn_with_the_mouse(page: Any, address: str, subject: Subject)
     assert answer(page) == images.tasks[0].class_names[int(expected.argmax())]
 
 
+def stroke(page: Any, x: int) -> None:
+    """A line from top to bottom of the pad."""
+    box = page.locator("canvas").bounding_box()
+    before = page.url
+    page.mouse.move(box["x"] + x, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + x, box["y"] + 240, steps=5)
+    page.mouse.up()
+    page.wait_for_function("before => location.href !== before", arg=before)
+    settled(page)
+
+
+def ink(page: Any) -> int:
+    """How many pixels of the pad have ink."""
+    return int(
+        page.evaluate(
+            """() => { const pad = document.querySelector("canvas");
+            const data = pad.getContext("2d").getImageData(0, 0, pad.width, pad.height).data;
+            return data.filter((value, at) => at % 4 === 0 && value < 250).length; }"""
+        )
+    )
+
+
+def test_the_pad_and_the_answer_are_of_one_drawing(page: Any, address: str) -> None:
+    page.goto(f"{address}/images")
+    settled(page)
+    page.get_by_text("Draw", exact=True).click()
+    settled(page)
+    assert ink(page) == 0 and page.locator(".title").inner_text() == "your image"
+    stroke(page, 80)
+    one = ink(page)
+    stroke(page, 200)
+    assert ink(page) > 1.5 * one > 0
+    page.go_back()  # to the first stroke, as its link shows it
+    settled(page)
+    back = ink(page)
+    page.reload()
+    settled(page)
+    assert back == ink(page) > 0
+    page.locator("canvas").focus()
+    page.keyboard.press("Escape")
+    settled(page)
+    assert ink(page) == 0
+    stroke(page, 80)
+    page.locator("#clear").click()
+    settled(page)
+    page.locator("#until").fill("90")
+    page.wait_for_url("**until=90**")
+    settled(page)
+    assert ink(page) == 0 and page.locator(".title").inner_text() == "your image"
+
+
 def changing(subject: Subject, until: int) -> tuple[int, str, str]:
     """A test image whose answer was another one after step `until`; both answers."""
     images = subject.images

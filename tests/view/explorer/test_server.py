@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import random
 import string
@@ -15,15 +16,20 @@ import torch
 from PIL import Image
 from starlette.testclient import TestClient
 
+import dualform
 import tiny
 from dualform.errors import BadCall
+from dualform.queries.groupfolds import GroupFolds
+from dualform.view.explorer import answers as answers_module
 from dualform.view.explorer import server as module
 from dualform.view.explorer.guard import hosts_of
 from dualform.view.explorer.levers import pixels_text
+from dualform.view.explorer.models import Models
 from dualform.view.explorer.server import Explorer, listen
-from dualform.view.explorer.subject import Subject
+from dualform.view.explorer.subject import ImageSubject, Subject
 
 JSON = {"accept": "application/json"}
+LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
 PHASE = 90
 LAYERS = ["fc0", "fc1", "fc2"]
 
@@ -164,6 +170,7 @@ def test_drawn_pixels_are_asked_about(client: TestClient, subject: Subject) -> N
     assert images is not None
     pixels = images.test.images[7]
     found = ask(client, "/images", pixels=pixels_text(pixels))
+    assert ask(client, "/images", pixels=pixels_text(pixels), mode="upload") == found  # which tab is open is no lever
     assert found["input"] == found["input"] | {"title": "your image", "index": None, "pixels": pixels_text(pixels)}
     assert found["prediction"]["label"] is None
     expected = images.model(images.preprocess(pixels[None], 0))[0].tolist()
@@ -195,16 +202,23 @@ def test_training_images_are_pictures(client: TestClient, subject: Subject) -> N
     answer = client.get("/images/train/5.png")
     shown = torch.tensor(list(Image.open(io.BytesIO(answer.content)).tobytes()), dtype=torch.uint8)
     assert torch.equal(255 - shown, subject.images.train.images[5].reshape(-1))  # type: ignore[union-attr]
-    assert client.get("/images/train/999999.png").status_code == 400
+    assert answer.headers["cache-control"] == "no-cache"  # another run may be served here next
+    for example in ("999999", "9" * 5000, "-1", "٣"):
+        assert client.get(f"/images/train/{example}.png").status_code == 400
 
 
-def test_the_overview_says_how_exact_the_memory_is(client: TestClient, subject: Subject) -> None:
-    found: dict[str, Any] = {"measuring": True}
+def overview(client: TestClient) -> dict[str, Any]:
+    """The overview once all is measured."""
     for _ in range(600):
         found = ask(client, "/overview")
         if not found["measuring"]:
             break
         threading.Event().wait(0.1)
+    return found
+
+
+def test_the_overview_says_how_exact_the_memory_is(client: TestClient, subject: Subject) -> None:
+    found = overview(client)
     assert not found["measuring"] and found["problem"] == ""
     certificate = subject.memory.certificate()
     assert [row["residual"] for row in found["certificate"]] == [row.residual for row in certificate]
@@ -232,6 +246,8 @@ def test_the_overview_says_how_exact_the_memory_is(client: TestClient, subject: 
         ({"without": "upright,turned"}, "leaves no event at all"),
         ({"without": "turned:10"}, "without names tasks"),
         ({"without": "../../etc/passwd"}, "without names tasks"),
+        ({"without": "turned:0000003"}, "without names tasks"),
+        ({"without": ",".join("0" * 41)}, "without names 41 classes; there are 20"),
         ({"measure": "causes"}, "measure is one of"),
         ({"unit": "10", "measure": "contributions"}, "unit is a whole number from 0 to 9"),
         ({"unit": "3", "against": "3", "measure": "contributions"}, "two different outputs"),
@@ -292,7 +308,10 @@ def test_only_our_own_pages_may_ask(explorer: Explorer) -> None:
         ("http://127.0.0.1:8765", {"origin": "http://evil.example"}),
         ("http://127.0.0.1:8765", {"origin": "null"}),
         ("http://127.0.0.1:8765", {"origin": "http://127.0.0.1:9999"}),
+        ("http://127.0.0.1:8765", {"origin": "http://["}),
         ("http://127.0.0.1:8765", {"sec-fetch-site": "cross-site"}),
+        ("http://127.0.0.1:8765", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}),
+        ("http://127.0.0.1:8765", LINK | {"sec-fetch-dest": "iframe"}),
     ]
     for base, headers in strangers:
         answer = TestClient(app, base_url=base).get("/about.json", headers=headers)
@@ -304,19 +323,30 @@ def test_only_our_own_pages_may_ask(explorer: Explorer) -> None:
     assert "default-src 'self'" in ours.headers["content-security-policy"]
     assert ours.headers["x-content-type-options"] == "nosniff"
     assert hosts_of("0.0.0.0") is None and "192.0.2.7" in (hosts_of("192.0.2.7") or ())
+    # A link in a mail or a notebook may be followed, but not posted to.
+    browser = TestClient(app, base_url="http://localhost:8765")
+    assert browser.get("/images?test=3", headers=LINK).status_code == 200
+    assert browser.post("/images/upload", headers=LINK).status_code == 403
+    named = TestClient(explorer.app("MyMachine"), base_url="http://mymachine:8765")
+    assert named.get("/about.json").status_code == 200
 
 
 def test_elsewhere_a_token_is_needed(explorer: Explorer) -> None:
     client = TestClient(explorer.app("0.0.0.0", "secret-token"), base_url="http://192.0.2.7:8765")
     assert client.get("/about.json").status_code == 403
     assert client.get("/about.json?token=wrong").status_code == 403
-    assert client.get("/about.json", cookies={"dualform_token": "wrong"}).status_code == 403
-    first = client.get("/images?token=secret-token", follow_redirects=False)
-    assert first.status_code == 303 and first.headers["location"] == "/images"
-    assert (
-        "httponly" in first.headers["set-cookie"].lower() and "samesite=strict" in first.headers["set-cookie"].lower()
-    )
+    assert client.get("/about.json", headers={"cookie": "dualform_token_8765=wrong"}).status_code == 403
+    first = client.get("/images?test=3&token=secret-token&until=50", follow_redirects=False)
+    assert first.status_code == 303 and first.headers["location"] == "/images?test=3&until=50"
+    assert "httponly" in first.headers["set-cookie"].lower() and "samesite=lax" in first.headers["set-cookie"].lower()
     assert client.get("/about.json").status_code == 200  # with the cookie
+
+
+@pytest.mark.parametrize("other", ['prefs={"a":1}', "flag", "a@b=1", "k[0]=1", "x=a b", "dualform_token_80=else"])
+def test_cookies_of_other_pages_do_not_matter(explorer: Explorer, other: str) -> None:
+    client = TestClient(explorer.app("0.0.0.0", "secret-token"), base_url="http://192.0.2.7:8765")
+    headers = {"cookie": f"{other}; dualform_token_8765=secret-token"}
+    assert client.get("/about.json", headers=headers).status_code == 200
 
 
 def test_a_slow_question_does_not_hold_up_others(
@@ -342,6 +372,64 @@ def test_a_slow_question_does_not_hold_up_others(
     go_on.set()
     waiting.join(30)
     assert answers == [200]
+
+
+def test_questions_at_the_same_time_do_not_see_each_other(
+    client: TestClient, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one image is asked about, the same model answers about another, and is copied."""
+    images = subject.images
+    assert images is not None
+    expected = ask(client, "/images", test=3)
+    attend, between = answers_module.attend, []
+
+    def disturbed(memory: Any, model: torch.nn.Module, *arguments: Any) -> Any:
+        def other(*_: Any) -> None:
+            handle.remove()
+            between.append(images.model(inputs(subject, 1, 5)))
+            copied = copy.deepcopy(images.model)
+            assert not any(one._forward_hooks or one._forward_pre_hooks for one in copied.modules())
+
+        handle = model.register_forward_pre_hook(other)
+        return attend(memory, model, *arguments)
+
+    monkeypatch.setattr(answers_module, "attend", disturbed)
+    assert ask(client, "/images", test=3) == expected
+    assert len(between) == 1
+
+
+def test_what_sums_all_events_is_slow(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = explorer.views[0]
+    assert not view.is_slow({}) and view.is_slow({"part": "scores"}) and view.is_slow({"until": "33"})
+    monkeypatch.setattr(GroupFolds, "at_hand", True)
+    assert not view.is_slow({"measure": "contributions"})
+    monkeypatch.setattr(Models, "has", lambda *_: True)
+    assert view.is_slow({"measure": "contributions", "until": "33"})
+    monkeypatch.setattr(GroupFolds, "at_hand", False)
+    assert view.is_slow({"measure": "contributions"})
+
+
+def test_a_memory_without_exact_values_has_scores_and_a_certificate(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data, model = tiny.ONE.load(), tiny.ONE.model()
+    optimizer = torch.optim.Adam(model.parameters())
+    columns = {"label": data.train.labels}
+    with dualform.record(model, optimizer, tmp_path / "run", examples=columns, recipe="tiny") as recorder:
+        for ids in torch.arange(len(data.train))[:96].split(32):
+            with recorder.batch(ids):
+                outputs = model(tiny.ONE.preprocess(data.train.images[ids], 0))
+                torch.nn.functional.cross_entropy(outputs, data.train.labels[ids]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = dualform.open(tmp_path / "run")
+    images = ImageSubject(model, tiny.ONE.tasks, data.train, data.test, tiny.ONE.preprocess)
+    app = Explorer(Subject(memory, "adam", images)).app()
+    with TestClient(app, base_url="http://127.0.0.1:8765", raise_server_exceptions=False) as client:
+        assert client.get("/about.json").json()["images"]["masks"] is False
+        assert ask(client, "/images", test=4)["layers"]
+        found = overview(client)
+        assert found["problem"] == "" and found["accuracy"]["steps"] == []
+        assert "has no exact values: Adam" in found["sentences"][0]
 
 
 def test_too_many_questions_are_turned_away(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,9 @@ def reproduce(job: Job, console: Console) -> Path:
     job.check()
     report = job.out / "report.html"
     todo = [folder for _, folders in job.folders for folder in folders if not folder.is_done(job.keep_memories)]
-    if not todo and report.is_file() and _reported(job):
+    earlier = _earlier(job)
+    same = earlier.get("request") == job.request and earlier.get("format") == store.FORMAT
+    if not todo and report.is_file() and same:
         console.print(f"Everything is there already: {report}", soft_wrap=True)
         return report
     load = cache(lambda name: recipe(name).load())
@@ -101,7 +103,8 @@ def reproduce(job: Job, console: Console) -> Path:
     from dualform.experiments.paper.report import write_report
 
     with console.status("Drawing the figures"):
-        write_report(job.out, results, {one.recipe_name: load(one.recipe_name) for one in job.experiments}, about)
+        data = {one.recipe_name: load(one.recipe_name) for one in job.experiments}
+        figures = write_report(job.out, results, data, about, _names(earlier.get("figures")))
     store.write_json(
         job.out / "results.json",
         about
@@ -113,7 +116,8 @@ def reproduce(job: Job, console: Console) -> Path:
                     "runs": store.plain(one.runs),
                 }
                 for one in results
-            }
+            },
+            "figures": figures,
         },
     )
     console.print(f"The report is {report}; every number of it is in {job.out / 'results.json'}.", soft_wrap=True)
@@ -145,12 +149,16 @@ def _run(job: Job, todo: list[RunFolder], load: Any, console: Console) -> None:
             console.print(f"About {max(1, round(minutes))} min remain.")
 
 
-def _reported(job: Job) -> bool:
-    """Whether the report is of this very request."""
+def _earlier(job: Job) -> dict[str, Any]:
+    """The results that are there, of this request or another; empty where there are none."""
     try:
         content = json.loads((job.out / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    if not isinstance(content, dict):
-        return False
-    return bool(content.get("request") == job.request and content.get("format") == store.FORMAT)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _names(figures: Any) -> set[str]:
+    """The names of an earlier report's figures, none of which leads out of their directory."""
+    names = figures if isinstance(figures, list) else []
+    return {name for name in names if isinstance(name, str) and name == Path(name).name}

@@ -65,11 +65,12 @@ class Report:
             )
         self.page.figures(*shown)
 
-    def clear(self) -> None:
-        """Remove the figures of an earlier report that this one does not have."""
-        for file in self._figures.iterdir():
-            if file.suffix in (".png", ".svg") and file.stem not in self._drawn:
-                file.unlink()
+    def clear(self, earlier: set[str]) -> list[str]:
+        """Remove those figures of an earlier report that this one does not have; the names of all of this one."""
+        for name in earlier - self._drawn:
+            for suffix in (".png", ".svg"):
+                (self._figures / f"{name}{suffix}").unlink(missing_ok=True)
+        return sorted(self._drawn)
 
     def experiment(self, one: Results) -> None:
         """The section of one experiment."""
@@ -210,8 +211,10 @@ def _worst(numbers: Sequence[float | None]) -> str:
     return f"{max(known):.1e}" if len(known) == len(numbers) else "not measured"
 
 
-def write_report(out: Path, results: Sequence[Results], data: dict[str, Dataset], about: dict[str, Any]) -> None:
-    """Write report.html and the figures."""
+def write_report(
+    out: Path, results: Sequence[Results], data: dict[str, Dataset], about: dict[str, Any], earlier: set[str]
+) -> list[str]:
+    """Write report.html and the figures, and remove those of the earlier report; the names of all figures."""
     report = Report(out, data)
     page = report.page
     seeds = ", ".join(str(run.seed) for run in results[0].runs)
@@ -238,7 +241,8 @@ def write_report(out: Path, results: Sequence[Results], data: dict[str, Dataset]
     report.show(*draw_inputs(results, data))
     for one in results:
         report.experiment(one)
-    report.clear()
+    figures = report.clear(earlier)
     unfinished = out / "report.html.part"
     unfinished.write_text(page.html(), encoding="utf-8")
     os.replace(unfinished, out / "report.html")
+    return figures

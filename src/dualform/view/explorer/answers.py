@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from dualform.queries.attend import attend, uses_of
 from dualform.queries.results import TopEvents
 from dualform.queries.spotlight import Contributions
 from dualform.view.explorer.levers import Input, Levers
-from dualform.view.explorer.models import Models
+from dualform.view.explorer.models import Models, apart
 from dualform.view.explorer.subject import ImageSubject, Subject
 
 MATCHES = 8
@@ -33,7 +32,6 @@ class Answers:
     def __init__(self, subject: Subject, images: ImageSubject) -> None:
         self.memory, self.images = subject.memory, images
         self.models = Models(subject.memory, images)
-        self._running = threading.Lock()
 
     def answer(self, asked: Input, levers: Levers, part: str) -> dict[str, Any]:
         """A part of what the page shows of an image."""
@@ -66,9 +64,7 @@ class Answers:
         return {"prediction": self._prediction(model, asked), "layers": layers}
 
     def _spotlight(self, model: nn.Module, asked: Input, levers: Levers) -> Spotlight:
-        # Hooks on a model see every forward pass, so there is one at a time.
-        with self._running:
-            found = attend(self.memory, model, self._inputs(asked), self.memory.steps, None)
+        found = attend(self.memory, apart(model), self._inputs(asked), self.memory.steps, None)
         if levers.until is None:
             return found
         return self.memory.attend(None, {name: found[name].queries for name in found}, until=levers.until)

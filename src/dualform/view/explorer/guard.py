@@ -5,14 +5,13 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-COOKIE = "dualform_token"
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -47,30 +46,30 @@ class Guard:
 
     def _refused(self, scope: Scope) -> Response | None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         if self.hosts is not None and host_name(host) not in self.hosts:
             return _no(f"this server answers only as {', '.join(self.hosts)}.")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _site(origin) != host:
             return _no("this request comes from a page of another site.")
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") and not _is_link(scope, headers):
             return _no("this request comes from a page of another site.")
         return None if self.token is None else self._checked(scope, headers)
 
     def _checked(self, scope: Scope, headers: dict[str, str]) -> Response | None:
         """None with the right cookie; with the right token in the address a cookie, and the page again."""
         assert self.token is not None
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            cookie = None
-        if cookie is not None and _same(cookie.value, self.token):
+        # Cookies are those of a host, whatever the port: each of its servers has a name of its own.
+        _, port = scope.get("server") or ("", "")
+        name = f"dualform_token_{port}"
+        if _same(cookie_parser(headers.get("cookie", "")).get(name, ""), self.token):
             return None
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if not _same(given, self.token):
+        asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        if not any(_same(value, self.token) for key, value in asked if key == "token"):
             return _no("this server needs the token that `dualform serve` printed: open the address it printed.")
-        answer = RedirectResponse(scope["path"] or "/", status_code=303)
-        answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+        rest = urlencode([(key, value) for key, value in asked if key != "token"])
+        answer = RedirectResponse((scope["path"] or "/") + (f"?{rest}" if rest else ""), status_code=303)
+        answer.set_cookie(name, self.token, httponly=True, samesite="lax")
         return answer
 
 
@@ -85,11 +84,25 @@ def host_name(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
+def _site(origin: str) -> str | None:
+    """The host and port of an Origin header; None for what is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
+
+
+def _is_link(scope: Scope, headers: dict[str, str]) -> bool:
+    """Whether somebody followed a link to a page, in a mail or a notebook; who gave the link cannot read the page."""
+    opened = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    return opened and scope["method"] == "GET"
+
+
 def hosts_of(host: str) -> tuple[str, ...] | None:
     """The names under which a server that listens there is asked; None where that cannot be known."""
     if host in LOOPBACK:
         return LOOPBACK
-    return None if host in ("0.0.0.0", "::", "") else (host, *LOOPBACK)
+    return None if host in ("0.0.0.0", "::", "") else (host.lower(), *LOOPBACK)
 
 
 def _same(given: str, token: str) -> bool:

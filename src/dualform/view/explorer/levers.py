@@ -15,7 +15,7 @@ from dualform.errors import BadQuery
 from dualform.view.explorer.subject import ImageSubject
 
 MEASURES = ("scores", "contributions")
-NAMES = ("test", "task", "pixels", "until", "without", "measure", "unit", "against", "part", "token")
+NAMES = ("test", "task", "pixels", "until", "without", "measure", "unit", "against", "part", "token", "mode")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ def _groups(text: str, subject: ImageSubject) -> set[tuple[int, int]]:
     """Classes in a text: `fashion-mnist` a whole task, `fashion-mnist:3` one class, `3` one of the first task."""
     names = {task.name: number for number, task in enumerate(subject.tasks)}
     found: set[tuple[int, int]] = set()
-    for item in filter(None, text.split(",")[: 2 * len(subject.groups)]):
+    items = [item for item in text.split(",") if item]
+    if len(items) > 2 * len(subject.groups):
+        raise BadQuery(f"without names {len(items):,} classes; there are {len(subject.groups)}.")
+    for item in items:
         task, colon, label = item.rpartition(":") if ":" in item else (subject.tasks[0].name, ":", item)
         if item in names:
             found |= {group for group in subject.groups if group[0] == names[item]}
@@ -106,9 +109,10 @@ def _groups(text: str, subject: ImageSubject) -> set[tuple[int, int]]:
             and task in names
             and label.isascii()
             and label.isdigit()
-            and (names[task], int(label[:6])) in subject.groups
+            and len(label) < 7
+            and (names[task], int(label)) in subject.groups
         ):
-            found.add((names[task], int(label[:6])))
+            found.add((names[task], int(label)))
         else:
             raise BadQuery(
                 f"without names tasks ({', '.join(names)}) or classes (as 3 or {subject.tasks[0].name}:3), "

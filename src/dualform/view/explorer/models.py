@@ -19,6 +19,11 @@ from dualform.view.explorer.subject import ImageSubject
 KEPT = 12  # models
 
 
+def apart(model: nn.Module) -> nn.Module:
+    """A model of the same tensors, for hooks of its own: those of one question must not see another's passes."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 class Models:
     """The models of one memory, the last ones kept."""
 
@@ -80,6 +85,10 @@ class Models:
         folds = self._folds()
         until = self._memory.steps if levers.until is None else levers.until
         return folds.without(self._codes(folds, levers.without), until)
+
+    def has_totals(self) -> bool:
+        """Whether what every class adds is at hand."""
+        return self._folds().at_hand
 
     def _folds(self) -> GroupFolds:
         return group_folds(self._memory, self._memory.folds, self._subject.columns)

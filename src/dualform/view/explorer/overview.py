@@ -110,7 +110,7 @@ class Overview:
     @torch.no_grad()
     def _measure_accuracy(self) -> None:
         images = self._subject.images
-        if images is None or self._memory.manifest.keep != "all":
+        if images is None or not self._subject.has_values:
             return
         steps = self._memory.steps
         inputs = [images.preprocess(images.test.images[images.test.tasks == at], at) for at in range(len(images.tasks))]

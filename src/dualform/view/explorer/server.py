@@ -55,7 +55,7 @@ class Explorer:
         if images is not None:
             routes += [
                 Route("/images/examples.json", self._examples),
-                Route("/images/train/{example:int}.png", self._train_image),
+                Route("/images/train/{example}.png", self._train_image),
                 Route("/images/upload", self._upload, methods=["POST"]),
             ]
         app = Starlette(
@@ -112,7 +112,7 @@ class Explorer:
         view, example = self._images(), request.path_params["example"]
         assert view is not None
         content = await self._run(self._quick, lambda: view.train_image(example))
-        return Response(content, media_type="image/png", headers={"cache-control": "max-age=3600"})
+        return Response(content, media_type="image/png", headers={"cache-control": "no-cache"})
 
     async def _upload(self, request: Request) -> Response:
         view = self._images()

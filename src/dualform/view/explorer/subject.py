@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float32, Int64, UInt8
 from torch import Tensor, nn
 
 from dualform.api import Memory
+from dualform.queries.values import why_no_values
 
 
 @runtime_checkable
@@ -88,3 +89,8 @@ class Subject:
     memory: Memory
     title: str
     images: ImageSubject | None = None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether every event has an exact value, so that the model of a step, a mask or a contribution can be had."""
+        return all(why_no_values(self.memory, at) is None for at in range(len(self.memory.manifest.weights)))

@@ -77,7 +77,11 @@ class ImagesView:
 
     def is_slow(self, parameters: Mapping[str, str]) -> bool:
         levers = read_levers(parameters, self.images, self.subject.memory.steps)
-        return parameters.get("part", "spotlights") != "spotlights" or not self._answers.models.has(levers)
+        models = self._answers.models
+        if parameters.get("part", "spotlights") != "spotlights" or not models.has(levers):
+            return True
+        # Earlier than the last step, what classes add is a pass over all events.
+        return levers.measure == "contributions" and (levers.until is not None or not models.has_totals())
 
     def data(self, parameters: Mapping[str, str]) -> dict[str, Any]:
         levers = read_levers(parameters, self.images, self.subject.memory.steps)
@@ -106,7 +110,7 @@ class ImagesView:
                 {"name": task.name, "title": task.title, "class_names": list(task.class_names)}
                 for task in self.images.tasks
             ],
-            "masks": self.subject.memory.manifest.keep == "all",
+            "masks": self.subject.has_values,
         }
 
     def examples(self, parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -143,11 +147,9 @@ class ImagesView:
             ],
         }
 
-    def train_image(self, example: int) -> bytes:
-        """A training image as a PNG file."""
-        if not 0 <= example < len(self.images.train):
-            raise BadQuery(f"there is no training example {example}.")
-        return png(self.images.train.images[example])
+    def train_image(self, example: str) -> bytes:
+        """A training image, by the number of its example, as a PNG file."""
+        return png(self.images.train.images[_whole(example, "a training example", len(self.images.train))])
 
     def upload(self, content: bytes, invert: bool) -> dict[str, Any]:
         """An image file as the pixels of the page's own parameter."""

@@ -1,5 +1,6 @@
 // Where the image comes from: a test image, the drawing pad, or a file.
 import { el, getJSON, tell } from "/static/state.js";
+import { toText } from "/static/draw.js";
 
 const MODES = { test: "Test image", draw: "Draw", upload: "Upload" };
 
@@ -71,9 +72,12 @@ export class Picker {
     }
   }
 
+  // An empty drawing is a question like any other.
   #clear() {
     this.pad.clear();
     this.pad.canvas.focus();
+    this.index = null;
+    this.onchange({ pixels: toText(this.pad.pixels()), test: null, mode: null });
   }
 
   #labels() {

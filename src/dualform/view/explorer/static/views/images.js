@@ -41,7 +41,9 @@ class ImagesView {
   // Put everything as the address says, and ask.
   async restore() {
     const now = parameters();
+    this.element.setAttribute("aria-busy", "true");
     this.levers.show(now);
+    this.pad.clear(); // what the address says is put there
     await this.picker.show(now);
     await this.#update();
   }
@@ -72,7 +74,7 @@ class ImagesView {
 
   #drawn() {
     this.dirty = false; // what follows asks about the finished stroke
-    this.#ask({ pixels: this.pad.marked ? toText(this.pad.pixels()) : null, test: null });
+    this.#ask({ pixels: toText(this.pad.pixels()), test: null });
   }
 
   #question(changes = {}) {
