@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import dualform
-from dualform.cli import VERBS, main
+from commands import call
+from dualform.cli import VERBS
 from dualform.memory.lock import Lock
 
 
@@ -28,12 +29,6 @@ def run(tmp_path: Path) -> Path:
             if step == 2:
                 recorder.commit()
     return path
-
-
-def call(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return int(stop.value.code or 0)
 
 
 def test_info_names_every_weight(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,3 +197,47 @@ def test_bench_compares_the_answers_with_a_scan(run: Path, capsys: pytest.Captur
     assert all(row[5] == "100.0%" for row in rows)
     assert call("bench", run, "--top", "99") == 2
     assert "fewer than the top 99" in capsys.readouterr().err
+
+
+def test_bench_takes_repeated_keys_for_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which of several events with one score a scan takes is up to it."""
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(4, 2), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for ids in torch.arange(64).remainder(8).split(8):
+            with recorder.batch(ids):
+                model(inputs[ids]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert call("bench", tmp_path / "run", "--top", "9", "--queries", "5", "--rounds", "1") == 0
+    assert "100.0%" in capsys.readouterr().out
+
+
+def test_a_memory_of_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 2)
+    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        pass
+    assert call("info", tmp_path / "run") == 0
+    assert "certificate: no step was committed yet" in capsys.readouterr().out
+    assert call("bench", tmp_path / "run") == 2
+    streams = capsys.readouterr()
+    assert streams.out == "" and streams.err.count("\n") == 1
+
+
+def test_a_file_is_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    assert call("info", tmp_path / "notes.txt") == 2
+    assert "notes.txt is a file; a memory is a directory" in capsys.readouterr().err
+
+
+def test_an_index_that_cannot_be_written_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "derived").write_text("in the way")
+    assert call("index", run) == 0
+    assert capsys.readouterr().out.count("cannot be written and are not kept") == 2
+
+
+def test_who_reads_may_stop_reading(run: Path) -> None:
+    script = f"{sys.executable} -m dualform info {run} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr == "" and done.returncode == 0

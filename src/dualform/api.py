@@ -127,6 +127,8 @@ class Memory(StoredMemory):
         if self.manifest.findings:
             first = self.manifest.findings[0]
             return f"not exact: {first.parameter}: {first.reason}"
+        if not self.steps:
+            return "no step was committed yet"
         return "every step's probe passed; memory.certificate() measures the residual"
 
 

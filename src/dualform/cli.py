@@ -1,5 +1,6 @@
 """The command `dualform`. A verb is one function here, named in VERBS."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -192,12 +193,12 @@ def bench(
     """Measure how fast this machine answers from a memory, against a scan of all its keys in RAM."""
     from dualform.experiments.bench import bench
 
-    print(f"{'layer':12} {'queries':>8} {'ours, ms':>10} {'scan, ms':>10} {'ratio':>7} {'same':>7}")
     rows = bench(dualform.open(run), layer, queries, top, rounds)
+    print(f"{'layer':12} {'queries':>8} {'ours, ms':>10} {'scan, ms':>10} {'ratio':>7} {'same':>7}")
     for row in rows:
         numbers = f"{row.queries:8,} {row.ours:10.2f} {row.scan:10.2f} {row.ratio:7.1f} {row.same:7.1%}"
         print(f"{row.layer:12} {numbers}  {row.way}")
-    print("The scan is in fp32: where it says otherwise, it is its rounding.")
+    print("same: scores that agree up to the rounding of the scan, which is in fp32.")
 
 
 def serve(
@@ -228,6 +229,9 @@ def main(arguments: list[str] | None = None) -> None:
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
+    except BrokenPipeError:  # who reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except (DualformError, OSError) as error:
         print(f"dualform: {error}", file=sys.stderr)
         code = 2

@@ -185,6 +185,8 @@ def read_manifest(root: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         if not root.exists():
             raise BadMemory(f"there is no directory {root}. Pass the path that was given to record().") from None
+        if not root.is_dir():
+            raise BadMemory(f"{root} is a file; a memory is a directory, the one that was given to record().") from None
         raise EmptyMemory(
             f"{root} holds no memory: nothing was ever committed there (no {MANIFEST}). "
             "Pass the directory that was given to record(), or record again."

@@ -107,6 +107,10 @@ class Index:
         """The shadows of a weight's keys, one after the other; made where they are missing."""
         return (self._shadow(weight, span, progress) for span in self.spans(weight, progress))
 
+    def are_kept(self, weight: int) -> bool:
+        """Whether the shadows of a weight's keys are on disk."""
+        return set(self.spans(weight)) <= set(self._shadows.stored(weight))
+
     def weighted(
         self, question: Question, span: Span, chosen: Chosen, make: Callable[[Shadow], View | None]
     ) -> View | None:

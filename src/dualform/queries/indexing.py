@@ -22,5 +22,6 @@ def build_index(memory: StoredMemory, layers: Sequence[str], progress: bool = Fa
         for shadow in index_of(memory).shadows(weight, progress):
             rows, size = rows + len(shadow), size + shadow.size()
         name = memory.manifest.weights[weight].name
-        told.append(f"{name}: {rows:,} keys indexed, {size / 1e6:,.1f} MB, {time.monotonic() - start:.1f} s")
+        kept = "" if index_of(memory).are_kept(weight) else ", but they cannot be written and are not kept"
+        told.append(f"{name}: {rows:,} keys indexed, {size / 1e6:,.1f} MB, {time.monotonic() - start:.1f} s{kept}")
     return told

@@ -61,7 +61,7 @@ class Shadows:
         """Which segments each shadow covers: those on disk, and new ones for what they leave out."""
         segments = len(self._memory.manifest.segments)
         kept: list[Span] = []
-        for span in self._stored(weight):
+        for span in self.stored(weight):
             if span.start == (kept[-1].stop if kept else 0) and span.stop <= segments:
                 kept.append(span)
         start = kept[-1].stop if kept else 0
@@ -78,7 +78,7 @@ class Shadows:
             start = stop
         return kept
 
-    def _stored(self, weight: int) -> list[Span]:
+    def stored(self, weight: int) -> list[Span]:
         """The spans of the files that are there, wider ones before narrower ones of the same start."""
         names = [_NAME.fullmatch(path.name) for path in (self._memory.path / SHADOWS).glob("*.safetensors")]
         spans = [Span(int(name[2]), int(name[3])) for name in names if name and int(name[1]) == weight]
@@ -111,7 +111,7 @@ class Shadows:
             self._fingerprint(weight, span),
             lambda: build(lambda: self._keys(weight, span, progress), rows, dim_in, self._memory.resident // 16),
         )
-        for old in self._stored(weight):
+        for old in self.stored(weight):
             if old != span and span.start <= old.start and old.stop <= span.stop:
                 with contextlib.suppress(OSError):
                     disk.remove(self._path(weight, old))

@@ -194,7 +194,12 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RecordingFailed:
+            if error is None:
+                raise
+            # What ended the block is raised; that the memory could not be finished is logged, and in its manifest.
 
     def __repr__(self) -> str:
         steps = self._stepping.steps
@@ -223,10 +228,10 @@ class Recorder:
         committed = self._writer.stop() if self._writer else 0
         what = str(error) if isinstance(error, DualformError) else f"{type(error).__name__}: {error}"
         self._failure = (
-            f"recording stopped after step {self._stepping.steps}: {what}. Training goes on unrecorded; "
-            f"the memory is valid up to step {committed}."
+            f"recording stopped after step {self._stepping.steps}: {what}. "
+            f"{'The' if self._closed else 'Training goes on unrecorded; the'} memory is valid up to step {committed}."
         )
-        logger.error("%s", self._failure, exc_info=error)
+        logger.error("%s", self._failure, exc_info=None if isinstance(error, DualformError) else error)
         self._remove_hooks()
         if self._writer is not None:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ def read_image(path: Path, height: int, width: int, invert: bool = False) -> Fit
 def decode_image(source: Path | io.BytesIO, name: str, height: int, width: int, invert: bool = False) -> Fitted:
     """The same for a file or its content; `name` is what it is called in messages."""
     _require_pillow()
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(source) as opened:
+        with warnings.catch_warnings(action="ignore"), Image.open(source) as opened:
             if opened.width * opened.height > MOST_PIXELS:
                 raise ValueError(f"it has {opened.width:,} × {opened.height:,} pixels, more than {MOST_PIXELS:,}")
             image = _grey(ImageOps.exif_transpose(opened))
+    except UnidentifiedImageError:
+        raise BadCall(f"{name} cannot be read as an image: it is of no known kind.") from None
     except Exception as error:
         # A damaged file makes Pillow's readers raise whatever they stumble over.
         raise BadCall(f"{name} cannot be read as an image ({type(error).__name__}: {error}).") from error

@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from dualform.errors import BadCall
+from dualform.experiments import training
 from dualform.experiments.paper import settings
 from dualform.experiments.paper.settings import CONTINUAL, JOINT, SINGLE, Experiment, Phase, chosen
 from dualform.experiments.recipes import RECIPES
@@ -87,7 +88,7 @@ def test_the_settings_are_the_papers() -> None:
     assert sorted(case.scores for case in cases) == [4, 6, 8, 14, 17, 20, 24, 27]
     assert sorted(case.totals for case in cases) == [5, 7, 9, 15, 18, 21, 25, 28]
     assert sorted(case.matches for case in cases) == [10, 11, 13, 16, 19, 22, 23, 26]
-    assert (settings.BEST, settings.MATCHES, settings.BATCH) == (500, 3, 128)
+    assert (settings.BEST, settings.MATCHES, training.BATCH) == (500, 3, 128)
 
 
 def test_groups_are_classes_within_tasks() -> None:

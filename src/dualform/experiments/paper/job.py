@@ -131,6 +131,8 @@ def _run(job: Job, todo: list[RunFolder], load: Any, console: Console) -> None:
     steps = [folder.experiment.steps for folder in todo]
     model = todo[0].experiment.recipe.model()
     needed = sum(steps) if job.keep_memories else max(steps)
+    for name in dict.fromkeys(folder.experiment.recipe_name for folder in todo):
+        load(name)  # what is missing is told before anything is trained
     job.out.mkdir(parents=True, exist_ok=True)
     check_room(job.out / "runs", model, round(DERIVED * needed * BATCH), console)
     told: set[str] = set()

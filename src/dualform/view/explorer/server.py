@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
@@ -118,10 +121,13 @@ class Explorer:
         view = self._images()
         assert view is not None
         content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > UPLOAD:
-                raise HTTPException(413, f"an image file may have at most {UPLOAD >> 20} MB.")
+        try:
+            async for part in request.stream():
+                content += part
+                if len(content) > UPLOAD:
+                    raise HTTPException(413, f"an image file may have at most {UPLOAD >> 20} MB.")
+        except ClientDisconnect:
+            raise HTTPException(400, "the file did not arrive.") from None
         invert = request.query_params.get("invert") == "yes"
         return JSONResponse(await self._run(self._quick, lambda: view.upload(bytes(content), invert)))
 
@@ -141,6 +147,8 @@ class Explorer:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; BadCall where that cannot be."""
+    if not host:
+        raise BadCall("--host is empty; 0.0.0.0 listens everywhere.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -149,8 +157,10 @@ def listen(host: str, port: int) -> socket.socket:
         found.listen(128)
     except (OSError, OverflowError) as error:
         found.close()
+        option = "--host" if isinstance(error, socket.gaierror) else "--port"
+        reason = str(error).rstrip(".")
         raise BadCall(
-            f"the server cannot listen on {host}, port {port}: {error}. Choose another with --port."
+            f"the server cannot listen on {host}, port {port}: {reason}. Choose another with {option}."
         ) from error
     return found
 
@@ -159,8 +169,15 @@ def run(explorer: Explorer, listening: socket.socket, host: str, token: str | No
     """Serve until the process is interrupted."""
     import uvicorn
 
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # Work on other threads cannot be stopped, and nothing is lost with it: files are put in place by rename.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(128 + sig)
+
     config = uvicorn.Config(explorer.app(host, token), log_level="warning", access_log=False, server_header=False)
-    uvicorn.Server(config).run(sockets=[listening])
+    Server(config).run(sockets=[listening])
 
 
 def _static() -> dict[str, Callable[[], bytes]]:
