@@ -30,13 +30,18 @@ from dualform.queries.states import State, advance, read_state, write_state
 from dualform.queries.sums import one_event_each
 from dualform.queries.values import Coefficients, parameters_of, require_values
 
+VERSION = 2
 MOST = 64  # groups
 STRIDE = 10  # keyframes from one mark to the next
+FORGOTTEN = 2.0**-80  # against the largest coefficient: less than any rounding
 
 
 @dataclass(frozen=True)
 class GroupFolds:
-    """States of groups: for every parameter the part that each group's events made of it, [groups, …], in fp64."""
+    """States of groups: for every parameter the part that each group's events made of it, in fp64.
+
+    They are [groups + 1, …]: the last is of the events that are in no group.
+    """
 
     grouping: Grouping
     _memory: StoredMemory
@@ -59,19 +64,19 @@ class GroupFolds:
         The whole less what they made, or what the others made, whichever folds fewer events since the last mark.
         """
         left_out = sorted(set(groups))
+        if until == self._memory.steps:
+            kept = [at for at in range(len(self.grouping.groups) + 1) if at not in left_out]
+            untouched = self._folds.untouched_all(until)
+            return {name: untouched[name] + part[kept].sum(dim=0) for name, part in self.last().weights.items()}
         mark = max((mark for mark in self._marks() if mark <= until), default=0)
-        parts = self.last() if mark == self._memory.steps else self._state(mark)
-        kinds = (
-            {name: part[left_out].sum(dim=0) for name, part in of.items()} for of in (parts.weights, parts.velocities)
-        )
-        made = State(mark, *kinds)
+        parts = self._state(mark)
+        made = State(mark, _summed(parts.weights, left_out), _summed(parts.velocities, left_out))
         chosen = torch.isin(self._of_examples, torch.tensor(left_out, dtype=torch.int64))
-        if mark == until or 2 * int(chosen.sum()) <= len(chosen):
-            if mark < until:
-                made = advance(self._memory, made, until, Selection().narrowed(self._memory, {"example": chosen}))
+        if 2 * int(chosen.sum()) <= len(chosen):
+            made = advance(self._memory, made, until, Selection().narrowed(self._memory, {"example": chosen}))
             return (State(until, self._folds.parameters(until, Selection()), {}) - made).weights
-        kept = self._folds.keyframes.at(mark) - made
-        return advance(self._memory, kept, until, Selection().without(self._memory, {"example": chosen})).weights
+        rest = self._folds.keyframes.at(mark) - made
+        return advance(self._memory, rest, until, Selection().without(self._memory, {"example": chosen})).weights
 
     def _marks(self) -> list[int]:
         steps, every = self._memory.steps, STRIDE * self._folds.keyframes.spacing
@@ -107,7 +112,7 @@ class GroupFolds:
         return ("group folds", self.grouping.key, mark)
 
     def _zero(self) -> State:
-        groups, parameters = len(self.grouping.groups), self._memory.manifest.parameters
+        groups, parameters = len(self.grouping.groups) + 1, self._memory.manifest.parameters
         return State(0, {one.name: torch.zeros(groups, *one.shape, dtype=torch.float64) for one in parameters}, {})
 
     def _next(self, state: State, until: int, progress: tqdm) -> State:
@@ -128,6 +133,7 @@ class GroupFolds:
             ]
             for block in memory.blocks(weight, until, since=state.step):
                 codes = self.grouping.codes(block)
+                codes = codes.where(codes >= 0, len(self.grouping.groups))
                 for one in sums:
                     one.add(block, codes)
                 progress.update(len(block))
@@ -143,7 +149,7 @@ class GroupFolds:
         # An annotation may put an example into another group.
         codes = xxhash.xxh3_64_hexdigest(self._of_examples.numpy().tobytes())
         last = mark == self._memory.steps  # is kept without velocities
-        content = json.dumps([manifest.id, mark, last, manifest.initial.checksums, segments, codes])
+        content = json.dumps([VERSION, manifest.id, mark, last, manifest.initial.checksums, segments, codes])
         return xxhash.xxh3_64_hexdigest(content.encode())
 
     def _keep(self, state: State) -> bool:
@@ -167,22 +173,24 @@ class _Sums:
         self._name, *biases = parameters_of(memory, weight)
         self._parts = parts
         self._own = Coefficients.of(memory, weight, None, until, velocity, since)
+        # Of a velocity most is long forgotten.
+        self._least = FORGOTTEN * float(self._own.weight.abs().max()) if len(self._own.weight) else 0.0
         self._biases = {
             bias: Coefficients.of(memory, weight, bias, until, velocity, since) for bias in biases if bias in parts
         }
 
     def add(self, block: Block, codes: Int64[Tensor, " events"]) -> None:
-        """Take in the events of a block, whose groups are `codes`; −1 for none."""
+        """Take in the events of a block, whose groups are `codes`."""
         assert block.gradients is not None
         own, _ = self._own.of_events(block)
         if self._name in self._parts:
             # A pass that was dropped has coefficient 0, and may hold infinities.
-            for code, chosen in _by_code(codes, own != 0):
+            for code, chosen in _by_code(codes, own.abs() > self._least):
                 values = block.gradients[chosen].double() * own[chosen, None]
                 self._parts[self._name][code].addmm_(values.T, block.keys[chosen].double())
         for bias, table in self._biases.items():
             _, of_bias = table.of_events(block)
-            used = (of_bias != 0) & (codes >= 0)
+            used = of_bias != 0
             self._parts[bias].index_add_(0, codes[used], block.gradients[used].double() * of_bias[used, None])
 
 
@@ -191,9 +199,13 @@ def _by_code(
 ) -> Iterator[tuple[int, Int64[Tensor, " chosen"]]]:
     """The used events of every group that has some."""
     order = codes.argsort(stable=True)
-    order = order[(used & (codes >= 0))[order]]
+    order = order[used[order]]
     found, counts = codes[order].unique_consecutive(return_counts=True)
     yield from zip(found.tolist(), order.split(counts.tolist()), strict=True)
+
+
+def _summed(parts: dict[str, Tensor], groups: list[int]) -> dict[str, Tensor]:
+    return {name: part[groups].sum(dim=0) for name, part in parts.items()}
 
 
 def group_folds(memory: StoredMemory, folds: Folds, columns: tuple[str, ...]) -> GroupFolds:

@@ -58,7 +58,7 @@ class Models:
         if bias is not None:
             added = added + parts[bias] @ direction
         known = [group if isinstance(group, tuple) else (group,) for group in folds.grouping.groups]
-        sums = dict(zip(known, added.tolist(), strict=True))
+        sums = dict(zip(known, added[:-1].tolist(), strict=True))  # the last is of no class
         return [sums.get(name, 0.0) for name in self._names(self._subject.groups)]
 
     def _names(self, groups: Iterable[tuple[int, int]]) -> list[tuple[Any, ...]]:
