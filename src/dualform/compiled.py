@@ -71,29 +71,6 @@ def products(rows: Array, queries: Array, at_row: Array, at_query: Array, result
         result[pair] = total
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-@no_type_check
-def projected(matrix: Array, columns: Array, result: Array) -> None:
-    """A matrix times four columns, two rows at a time; a product of matrices takes twice as long for so few."""
-    rows, width = matrix.shape
-    for row in range(0, rows, 2):
-        other = min(row + 1, rows - 1)
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-        for at in range(width):
-            a, b = matrix[row, at], matrix[other, at]
-            c0, c1, c2, c3 = columns[0, at], columns[1, at], columns[2, at], columns[3, at]
-            a0 += a * c0
-            a1 += a * c1
-            a2 += a * c2
-            a3 += a * c3
-            b0 += b * c0
-            b1 += b * c1
-            b2 += b * c2
-            b3 += b * c3
-        result[row, 0], result[row, 1], result[row, 2], result[row, 3] = a0, a1, a2, a3
-        result[other, 0], result[other, 1], result[other, 2], result[other, 3] = b0, b1, b2, b3
-
-
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def rounded(

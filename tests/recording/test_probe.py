@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dualform
-from dualform.recording import targets
 from small import batch, network, run
 
 
@@ -345,36 +344,3 @@ def test_a_dual_model_of_another_step_is_not_taken_for_the_last(tmp_path: Path) 
         assert (queries - memory.attend(model, x)["2"].queries).abs().max() < 1e-12
         for again in (True, False):
             assert (memory.dual(early, until=6, fold=again)(x) - model(x)).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("rows, width", [(1, 1), (1, 30), (2, 7), (5, 17), (64, 784), (801, 3)])
-def test_the_compiled_sketch_is_the_product(rows: int, width: int) -> None:
-    loops = pytest.importorskip("dualform.compiled")
-    generator = torch.Generator().manual_seed(rows)
-    matrix, columns = torch.randn(rows, width, generator=generator), torch.randn(4, width, generator=generator)
-    result = torch.full((rows, 4), torch.nan)
-    loops.projected(matrix.numpy(), columns.numpy(), result.numpy())
-    sizes = matrix.double().abs() @ columns.double().abs().T
-    assert bool(((result - matrix.double() @ columns.double().T).abs() <= 1e-6 * sizes).all())
-    matrix[-1, -1] = torch.inf
-    loops.projected(matrix.numpy(), columns.numpy(), result.numpy())
-    assert not result[-1].isfinite().any() and result[:-1].isfinite().all()
-
-
-def test_a_run_with_compiled_sketches_is_judged_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loops = pytest.importorskip("dualform.compiled")
-    asked = []
-
-    def at_once(work: int) -> object:
-        asked.append(work)
-        return loops
-
-    def noise(model: nn.Module, step: int) -> None:
-        if step == 70:
-            model[2].weight.grad.add_(1e-3)  # type: ignore[operator,union-attr,index]
-
-    monkeypatch.setattr(targets, "compiled", at_once)
-    _, clean = run(tmp_path / "clean", steps=80, dtype=torch.float32)
-    assert clean.certificate().exact and len(asked) > 100
-    _, noisy = run(tmp_path / "noisy", steps=80, dtype=torch.float32, before_step=noise)
-    assert [(one.parameter, one.step) for one in noisy.manifest.findings] == [("2.weight", 70)]

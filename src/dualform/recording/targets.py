@@ -13,12 +13,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from dualform.errors import BadCall
-from dualform.fast import compiled
 from dualform.layers import LayerType, LinearMap, find_layer_type
 from dualform.memory.files import storable
 
 PROBE_COLUMNS = 4
-RARE = 8  # a training is longer than most questions: the compiled loops are loaded after so many times the work
 EVERY_STEP_BYTES = 64 << 10
 HALVES = (torch.bfloat16, torch.float16)
 RECORDED = (torch.float64, torch.float32, *HALVES)
@@ -129,15 +127,8 @@ class Target:
         kind = (rows.dtype, rows.device)
         if kind not in self._transposed:
             self._transposed[kind] = self.projection.T.to(rows.device, rows.dtype).contiguous()
-        columns = self._transposed[kind]
-        if rows.dtype == torch.float32 and rows.is_cpu and rows.is_contiguous():
-            loops = compiled(rows.numel() // RARE)
-            if loops is not None:
-                result = torch.empty(len(rows), PROBE_COLUMNS)
-                loops.projected(rows.detach().numpy(), columns.numpy(), result.numpy())
-                return result
         # Five times faster than rows @ R, whose right side is too narrow for a matrix product to pay.
-        return nn.functional.linear(rows, columns)
+        return nn.functional.linear(rows, self._transposed[kind])
 
     @cached_property
     def equations(self) -> int:
