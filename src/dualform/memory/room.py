@@ -55,9 +55,13 @@ class Room:
                 self.keep(key, thing, size(thing), needs)
             with self._lock:
                 self._making.pop(key, None)
-        else:
+        elif size(thing) != self._size(key):
             self.keep(key, thing, size(thing), needs)
         return thing
+
+    def _size(self, key: Hashable) -> int | None:
+        kept = self._kept.get(key)
+        return None if kept is None else kept.size
 
     def find(self, key: Hashable) -> Any:
         """The thing of that key, None where it is not there."""

@@ -35,9 +35,11 @@ def survivors(
 ) -> Survivors:
     """The pairs of some rows (whole blocks) that no bound rules out; given up where they do not pay, above `most`."""
     reach = torch.searchsorted(view.ascending, -thresholds, right=True).clamp_max(end)
-    # Queries that reach far come first, so that those that are done are left out together.
-    order = reach.argsort(descending=True) if len(reach) > 1 else torch.zeros(1, dtype=torch.int64)
-    reach, thresholds, asked = reach[order], thresholds[order], asked[order]
+    order = None
+    if len(reach) > 1:
+        # Queries that reach far come first, so that those that are done are left out together.
+        order = reach.argsort(descending=True)
+        reach, thresholds, asked = reach[order], thresholds[order], asked[order]
     work = int((reach - begin).clamp_min(0).sum())
     spare = SPARE + (len(view) // 64 + 16 * k) * len(reach)
     fast = compiled(work * CUTS[0])
@@ -53,9 +55,12 @@ def survivors(
         )  # fmt: skip
         parts = in_parts(fast.cascade, work // PART, *(part.numpy() for part in arguments), begin, SLACK, spare, most)
         paid, bounded, *pairs = zip(*parts, strict=True)
-        rows, queries, bounds = (torch.from_numpy(np.concatenate(part)) for part in pairs)
+        rows, queries, bounds = (
+            torch.from_numpy(part[0] if len(part) == 1 else np.concatenate(part)) for part in pairs
+        )
         found = Survivors(rows, queries, bounds, sum(bounded), all(paid))
-    return Survivors(found.at_row, order[found.at_query], found.bounds, found.bounded, found.paid)
+    at_query = found.at_query if order is None else order[found.at_query]
+    return Survivors(found.at_row, at_query, found.bounds, found.bounded, found.paid)
 
 
 def _or(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -42,7 +42,9 @@ def pair_products(
 ) -> Float64[Tensor, " pairs"]:
     """The product of some rows with some queries, in fp64."""
     work = len(at_row) * rows.shape[1]
-    fast = compiled(work) if work >= MANY and _plain(rows) and _plain(queries) else None
+    # Other kinds of numbers are compiled for at their first use, which pays for much work only.
+    usual = rows.dtype == queries.dtype == torch.float32
+    fast = compiled(work) if (usual or work >= MANY) and _plain(rows) and _plain(queries) else None
     if fast is not None:
         result = np.empty(len(at_row))
         pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy(), result
