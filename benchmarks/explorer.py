@@ -110,6 +110,8 @@ def measure(address: str, process: int, options: argparse.Namespace) -> None:
     # What is derived is made now, unless it is there already.
     print(f"{'the first mask':46}     {ask(address, test=0, without='3')[0]:8.1f} ms")
     print(f"{'the first earlier step':46}     {ask(address, test=0, until=steps - 1)[0]:8.1f} ms")
+    kept = [path for name in ("folds", "keyframes") for path in (options.run / "derived" / name).rglob("*.safetensors")]
+    print(f"{'which are kept in derived/':46}     {sum(path.stat().st_size for path in kept) / 1e6:8.0f} MB")
     for _ in range(20):
         ask(address, test=chance.randrange(images))
     say("an image's spotlights on all layers", [ask(address, test=chance.randrange(images))[0] for _ in range(200)],

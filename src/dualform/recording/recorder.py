@@ -65,7 +65,7 @@ class Recorder:
         self._writer: Writer | None = None
         self._lock: Lock | None = None
         self._failure: str | None = None
-        self._closed = False
+        self._closed = self._interrupted = False
         self._between_steps = True
         self._estimated = False
         self._pid = os.getpid()
@@ -194,6 +194,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._interrupted = error is not None
         try:
             self.close()
         except RecordingFailed:
@@ -227,9 +228,10 @@ class Recorder:
                 self._commit(True)  # what was finished before is worth keeping
         committed = self._writer.stop() if self._writer else 0
         what = str(error) if isinstance(error, DualformError) else f"{type(error).__name__}: {error}"
+        after = "The" if self._interrupted else "Training goes on unrecorded; the"
         self._failure = (
             f"recording stopped after step {self._stepping.steps}: {what}. "
-            f"{'The' if self._closed else 'Training goes on unrecorded; the'} memory is valid up to step {committed}."
+            f"{after} memory is valid up to step {committed}."
         )
         logger.error("%s", self._failure, exc_info=None if isinstance(error, DualformError) else error)
         self._remove_hooks()

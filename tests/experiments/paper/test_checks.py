@@ -39,7 +39,7 @@ def test_certificate_rows_are_the_memorys_and_hold_in_fp64(name: str, seed: int,
     rebuilt = twin.rebuilt()
     for row, expected in zip(checks.certificate, memory.certificate(), strict=True):
         assert (row.weight, row.exact, row.reason) == (expected.weight, expected.exact, expected.reason or "")
-        assert row.residual == pytest.approx(expected.residual, rel=1e-3)  # sums go by segments
+        assert row.residual == pytest.approx(expected.residual, rel=1e-6)
         assert row.rounding == pytest.approx(expected.rounding, rel=1e-6)
         last, first = (twin.weights[step][row.weight].double() for step in (-1, 0))
         residual = (last - rebuilt[row.weight].double()).norm() / (last - first).norm()

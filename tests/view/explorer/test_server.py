@@ -133,7 +133,7 @@ def test_levers_set_the_model_and_the_events(client: TestClient, subject: Subjec
     model = memory.dual(images.model, where={"example": kept}, until=until)
     found = ask(client, "/images", test=4, **levers)
     logits = model(inputs(subject, 0, 4))[0]
-    assert found["prediction"]["logits"] == pytest.approx(logits.tolist(), rel=1e-3, abs=1e-4)
+    assert found["prediction"]["logits"] == pytest.approx(logits.tolist(), rel=1e-5, abs=1e-5)
     for layer in found["layers"]:
         for match in layer["matches"]:
             assert bool(kept[match["example"]])
