@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import itertools
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
+
+logger = logging.getLogger("dualform")
 
 PAYS = 1 << 23  # numbers read without the loops, after which loading them pays
 TURNS = 8  # parts of a large loop for each thread
@@ -39,11 +42,20 @@ def compiled(work: int) -> ModuleType | None:
     if _State.loops is None and not _State.missing:
         _State.done += work
         if _State.done > PAYS:
-            try:
-                _State.loops = importlib.import_module("dualform.compiled")
-            except ImportError:
-                _State.missing = True
+            _State.loops = load("dualform.compiled")
+            _State.missing = _State.loops is None
     return _State.loops
+
+
+def load(name: str) -> ModuleType | None:
+    """A module of compiled loops; None, and told where that is a surprise, where it cannot be had."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+    except Exception as error:  # numba is there, but cannot work: no place for its cache, say
+        logger.info("numba cannot be used (%s: %s); torch does its work, more slowly", type(error).__name__, error)
+        return None
 
 
 def in_parts(loop: Callable[..., T], parts: int, *arguments: Any, short: bool = False) -> list[T]:

@@ -84,6 +84,7 @@ class Stepping:
     def start(self, steps: int = 0, findings: Sequence[Finding] = ()) -> None:
         """Begin to watch the weights as they are now, after the steps and with the findings of a run so far."""
         self.steps = steps
+        self._targets.swift.reached(steps)
         self._findings = {(finding.parameter, finding.kind): finding for finding in findings}
         self._watches = {t: Watch(t, self.velocity(t), steps) for t in self._targets.parameters}
 
@@ -157,7 +158,7 @@ class Stepping:
                 readings.append(_Reading(target, target.passes))
                 continue
             settings = read_settings(optimizer, group, parameter)
-            sketch = target.quick_sketch(gradient.to_dense() if gradient.is_sparse else gradient).numpy().reshape(-1)
+            sketch = target.quick_sketch(gradient.to_dense() if gradient.is_sparse else gradient)
             readings.append(_Reading(target, target.passes, settings, sketch, unscale, target.half))
         self._draft = _Step(index, readings)
         if self._calm < CALM:
@@ -214,6 +215,7 @@ class Stepping:
         if step is None:  # a closure that was never called
             step = _Step(index, [_Reading(target, target.passes) for target, _ in self._owned(index)])
         self.steps += 1
+        self._targets.swift.reached(self.steps)
         step.number, step.others = self.steps, others
         for reading in step.readings:
             target = reading.target
@@ -314,9 +316,9 @@ class Stepping:
     def _check(self, target: Target, step: int, sketch: Tensor | None = None) -> None:
         watch = self._watches[target]
         since, watch.checked = watch.checked, min(step, self.steps)
-        sketch = target.quick_sketch(target.parameter) if sketch is None else sketch
+        flat = target.quick_sketch(target.parameter) if sketch is None else sketch.reshape(-1).numpy()
         with np.errstate(all="ignore"):
-            deviation = watch.deviation(sketch.reshape(-1).numpy().astype(np.float64))
+            deviation = watch.deviation(flat.astype(np.float64))
         if deviation <= 1.0:
             return
         if step > self.steps:

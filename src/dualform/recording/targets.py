@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dualform.errors import BadCall
 from dualform.layers import LayerType, LinearMap, find_layer_type
 from dualform.memory.files import storable
+from dualform.recording.swift import Swift
 
 PROBE_COLUMNS = 4
 EVERY_STEP_BYTES = 64 << 10
@@ -104,6 +105,7 @@ class Target:
     names: list[str]
     parameter: nn.Parameter
     projection: Tensor | None
+    swift: Swift
     passes: list[Pass] = field(default_factory=list)
     half: bool = False
     _transposed: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
@@ -112,23 +114,30 @@ class Target:
         """matrix @ R for a weight, in fp64 unless told otherwise; a bias is its own sketch."""
         if self.projection is None:
             return matrix.detach().to("cpu", dtype or torch.float64, copy=True)
-        return self.project(matrix.detach().to("cpu", dtype or torch.float64))
+        return self.project(matrix.detach().cpu(), dtype or torch.float64)
 
-    def quick_sketch(self, matrix: Tensor) -> Tensor:
+    def quick_sketch(self, matrix: Tensor) -> Float[np.ndarray, "_"]:
         """The sketch in the matrix's own precision, fp32 at least: good to some rounding errors of that precision."""
-        if self.projection is not None and matrix.is_cpu and matrix.dtype in (torch.float32, torch.float64):
-            return self.project(matrix)
-        half = matrix.dtype not in (torch.float32, torch.float64)
-        return self.sketch(matrix, torch.float32 if half else matrix.dtype)
+        matrix = matrix.detach()
+        if not matrix.is_cpu or matrix.dtype not in (torch.float32, torch.float64):
+            half = matrix.dtype not in (torch.float32, torch.float64)
+            return self.sketch(matrix, torch.float32 if half else matrix.dtype).numpy().reshape(-1)
+        return matrix.numpy().copy() if self.projection is None else self.project(matrix).numpy().reshape(-1)
 
-    def project(self, rows: Tensor) -> Tensor:
-        """rows @ R, with R in the rows' dtype."""
-        assert self.projection is not None
-        kind = (rows.dtype, rows.device)
-        if kind not in self._transposed:
-            self._transposed[kind] = self.projection.T.to(rows.device, rows.dtype).contiguous()
+    def project(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """rows @ R, in the rows' dtype unless told otherwise."""
+        columns = self.columns(dtype or rows.dtype, rows.device)
+        swift = self.swift.project(rows, columns)
         # Five times faster than rows @ R, whose right side is too narrow for a matrix product to pay.
-        return nn.functional.linear(rows, self._transposed[kind])
+        return nn.functional.linear(rows.to(columns.dtype), columns) if swift is None else swift
+
+    def columns(self, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "four dim_in"]:
+        """The probe's columns, as rows."""
+        kind = (dtype, device)
+        if kind not in self._transposed:
+            assert self.projection is not None
+            self._transposed[kind] = self.projection.T.to(device, dtype).contiguous()
+        return self._transposed[kind]
 
     @cached_property
     def equations(self) -> int:
@@ -207,6 +216,7 @@ class Targets:
     every_step: dict[str, Place]
     at_commits: dict[str, Place]
     notes: list[str]
+    swift: Swift
 
 
 def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
@@ -219,6 +229,7 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
     uses: list[Use] = []
     notes: list[str] = []
     uses_of: dict[Target, int] = {}
+    swift = Swift()
 
     def target(parameter: nn.Parameter, is_weight: bool) -> Target:
         if parameter not in by_parameter:
@@ -227,7 +238,7 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
                 size = (parameter.shape[1], PROBE_COLUMNS)
                 projection = torch.randn(size, generator=generator, dtype=torch.float64)
             first, *_ = aliases = names[parameter]
-            by_parameter[parameter] = Target(len(by_parameter), first, aliases, parameter, projection)
+            by_parameter[parameter] = Target(len(by_parameter), first, aliases, parameter, projection, swift)
         return by_parameter[parameter]
 
     for name, module in model.named_modules():
@@ -260,7 +271,8 @@ def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
             + (f" that layers={layers!r} chooses." if layers is not None else " with a weight of its own.")
         )
     every_step, at_commits = _others(model, by_parameter, notes)
-    return Targets(uses, weights, list(by_parameter.values()), every_step, at_commits, notes)
+    swift.numbers = sum(weight.parameter.numel() for weight in weights)
+    return Targets(uses, weights, list(by_parameter.values()), every_step, at_commits, notes, swift)
 
 
 def _own(module: nn.Module, name: str) -> nn.Parameter:

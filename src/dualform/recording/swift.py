@@ -1,0 +1,40 @@
+"""The recorder's small products by compiled loops, once a run is long enough for them to pay."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dualform.fast import load
+
+PAYS = 1 << 26  # numbers that a run has sketched by torch, after which loading the loops pays
+
+
+class Swift:
+    """The loops, from the step on at which they pay.
+
+    That depends on the number of the step alone: two recordings of one training sketch its gradients the same way at
+    every step, and hash them to the same journal.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = 0
+        self._loops: ModuleType | None = None
+        self._tried = False
+
+    def reached(self, step: int) -> None:
+        """So many steps were made."""
+        if not self._tried and step * self.numbers > PAYS:
+            self._tried = True
+            self._loops = load("dualform.recording.loops")
+
+    def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
+        """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""
+        if self._loops is None or rows.dtype != torch.float32 or not rows.is_cpu or not rows.is_contiguous():
+            return None
+        result = torch.empty(len(rows), len(columns), dtype=columns.dtype)
+        self._loops.project(rows.numpy(), columns.numpy(), result.numpy())
+        return result

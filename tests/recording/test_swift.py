@@ -1,0 +1,66 @@
+"""The recorder's compiled loops: sketches like torch's, from the same step on in every recording of a training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dualform.recording import swift
+from small import run
+
+pytest.importorskip("numba")
+
+
+@pytest.mark.parametrize("rows, width", [(1, 1), (1, 30), (2, 7), (5, 17), (64, 784), (801, 3)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_a_projection_is_the_product(rows: int, width: int, dtype: torch.dtype, error: float) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    matrix = torch.randn(rows, width, generator=generator)
+    columns = torch.randn(4, width, generator=generator, dtype=dtype)
+    loops = swift.Swift()
+    loops.numbers = swift.PAYS + 1
+    assert loops.project(matrix, columns) is None, "before it pays, torch does it"
+    loops.reached(1)
+    result = loops.project(matrix, columns)
+    assert result is not None and result.dtype == dtype
+    sizes = matrix.double().abs() @ columns.double().abs().T
+    assert bool(((result - matrix.double() @ columns.double().T).abs() <= error * sizes).all())
+    matrix[-1, -1] = torch.inf
+    spoiled = loops.project(matrix, columns)
+    assert spoiled is not None and not spoiled[-1].isfinite().any() and spoiled[:-1].isfinite().all()
+    assert loops.project(matrix.double(), columns) is None
+    assert loops.project(torch.ones(3, 2 * width)[:, ::2], columns) is None, "not as they lie"
+
+
+def test_a_run_with_the_loops_is_judged_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noise(model: nn.Module, step: int) -> None:
+        if step == 70:
+            model[2].weight.grad.add_(1e-3)  # type: ignore[operator,union-attr,index]
+
+    monkeypatch.setattr(swift, "PAYS", 1000)
+    _, clean = run(tmp_path / "clean", steps=80, dtype=torch.float32)
+    assert clean.certificate().exact
+    _, noisy = run(tmp_path / "noisy", steps=80, dtype=torch.float32, before_step=noise)
+    assert [(one.parameter, one.step) for one in noisy.manifest.findings] == [("2.weight", 70)]
+
+
+def test_two_recordings_of_a_training_hash_its_gradients_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, by_torch = run(tmp_path / "torch", steps=40, dtype=torch.float32)
+    numbers = sum(one.shape[0] * one.shape[1] for one in map(by_torch.initial, ("0.weight", "2.weight")))
+    monkeypatch.setattr(swift, "PAYS", 20 * numbers)
+    digests = [run(tmp_path / name, steps=40, dtype=torch.float32)[1].journal.digests for name in ("one", "two")]
+    assert (digests[0] == digests[1]).all(), "whatever the process had done before"
+    same = (digests[0] == by_torch.journal.digests).all(axis=1)
+    assert same[:21].all() and not same[21:].all(), "the loops begin after the step at which they pay, and not before"
+
+
+def test_without_numba_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise RuntimeError("no locator available for a cache")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    loops = swift.Swift()
+    loops.numbers = swift.PAYS + 1
+    loops.reached(1)
+    assert loops.project(torch.ones(2, 3), torch.ones(4, 3)) is None
