@@ -86,16 +86,24 @@ def in_parts(loop: Callable[..., T], parts: int, *arguments: Any, short: bool = 
 
 
 @functools.cache
-def _pause() -> Callable[[int], int] | None:
+def _openmp(name: str) -> Callable[[int], int] | None:
     try:
-        return cast(Callable[[int], int], ctypes.CDLL(None).omp_pause_resource_all)
+        return cast(Callable[[int], int], getattr(ctypes.CDLL(None), name))
     except (AttributeError, OSError, TypeError):
         return None  # another OpenMP, or none
 
 
+def work_alone() -> None:
+    """Have torch use no other threads for what this thread asks of it; other threads are not concerned."""
+    limit = _openmp("omp_set_num_threads")
+    if limit is not None:
+        torch.get_num_threads()  # at a thread's first work torch sets the number itself
+        limit(1)
+
+
 def _end_idle() -> None:
     """End torch's idle threads, which would keep a core busy for some milliseconds; torch makes new ones by itself."""
-    pause = _pause()
+    pause = _openmp("omp_pause_resource_all")
     if pause is not None:
         pause(1)  # omp_pause_soft, of the threads that this one has
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dualform.fast import work_alone
 from dualform.memory.arena import Shape, Staging
 from dualform.memory.directory import SEGMENT, next_segment
 from dualform.memory.files import FINAL, Tensors, write_tensors
@@ -204,3 +205,6 @@ def _step_back() -> None:
     """Let the threads that train go first: a product that waits for one of its threads waits with all of them."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+    # Torch's work here must make no threads of its own: with more of them than cores, those that train would no longer
+    # wait awake for each other, but sleep, and be woken some ninety times a step.
+    work_alone()

@@ -1,0 +1,47 @@
+"""The writer's thread stays out of the way of those that train."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dualform
+
+ALONE = """
+import sys, torch
+from torch import nn
+import dualform
+
+torch.set_num_threads(3)
+model = nn.Linear(4, 2)
+with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), sys.argv[1]) as recorder:
+    pool = recorder._writer._thread
+    tasks = lambda: len(list(__import__("pathlib").Path("/proc/self/task").iterdir()))
+    (torch.ones(1 << 22) + 1).sum()  # torch's own threads
+    pool.submit(int).result()
+    before = tasks()
+    pool.submit(lambda: (torch.ones(1 << 22) + 1).sum()).result()
+    print(torch.get_num_threads(), pool.submit(torch.get_num_threads).result(), tasks() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+@pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="torch has other threads here")
+def test_the_writer_makes_no_threads_of_torch(tmp_path: Path) -> None:
+    free = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "run")]
+    done = subprocess.run(command, env=free, capture_output=True, text=True, check=True)
+    # Where it did, torch's threads would sleep and be woken at every product from then on.
+    assert done.stdout.split() == ["3", "1", "0"]
+
+
+def test_the_writer_goes_last(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run") as recorder:
+        assert recorder._writer is not None
+        priority = recorder._writer._thread.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+    assert priority > os.getpriority(os.PRIO_PROCESS, 0)
