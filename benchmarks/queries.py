@@ -15,9 +15,10 @@
     start          a fresh process: opening, the first questions with and without derived files, peak memory
 
 All engines of a table run in turns in one process with the same number of threads, in rotating order, after a round
-that is not counted; every round has other queries; times are medians. A turn with one query asks several in a row, and
-the first of them, which finds the caches full of another engine's data, is also reported alone. Between the turns, our
-answers for the first test images (1,000 in top and flat, 100 in growth and contributions, 16 within) are compared with
+that is not counted; every round has other queries; times are medians. Before every turn there is a short pause: the
+threads of faiss and of torch wait awake for some milliseconds after their work. A turn with one query asks several in a
+row, and the first of them, which finds the caches full of another engine's data, is also reported alone. Between the
+turns, our answers for the first test images (1,000 in top and flat, 100 in growth and contributions, 16 within) are compared with
 the full exact scan, and every answer of a baseline with ours. Goals are DESIGN's, for 384,000 events.
 """
 
@@ -66,6 +67,7 @@ RIGHT = 1e-4  # outputs, relative to the largest
 ROUNDING = 1e-5  # scores of fp32 engines, relative
 EXACTLY = 1000  # queries that are compared with the full exact scan
 UNITS = 10
+CALM = 0.05  # seconds
 PARTS = ("top", "growth", "within", "contributions", "flat", "totals", "output", "start")
 
 # A process of its own, so that no baseline is in its memory; what it found is its last line.
@@ -221,6 +223,7 @@ class Table:
             answers: list[dict[str, Any]] = [{} for _ in starts]
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
+                time.sleep(CALM)
                 for at, start in enumerate(starts):
                     call = self.engines[name](slice(start, start + count))
                     begun = time.perf_counter()

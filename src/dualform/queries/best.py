@@ -182,7 +182,7 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
     for at in range(0, len(queries), AT_ONCE):
         which = torch.arange(at, min(at + AT_ONCE, len(queries)))
         found = Found(k, len(which))
-        if not _searched(weighing, events, found, queries, which, order):
+        if not _searched(weighing, events, found, queries[at : at + AT_ONCE], which, order):
             found.flat = True
             if not weighing.scan(found, which, events, order, _exact(weighing, which, order)):
                 return None
@@ -193,7 +193,7 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
 def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
     """Search by bounds; False where they do not pay."""
     for sign in _signs(order, weighing.magnitude):
-        search = Search(queries[which], found, sign, weighing.extended)
+        search = Search(queries, found, sign, weighing.extended)
         exact = _exact(weighing, which, order)
         if not all(view is not None and search.run(view, exact) for view in weighing.views(events)):
             return False

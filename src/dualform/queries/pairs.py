@@ -109,8 +109,9 @@ def _keys(at_query: Tensor, values: Tensor) -> np.ndarray[Any, np.dtype[np.int64
 
 def ranks(at_query: Int64[Tensor, " pairs"], queries: int) -> Int64[Tensor, " pairs"]:
     """The place of every pair among those of its query; pairs are sorted by query."""
-    counts = torch.bincount(at_query, minlength=queries)
-    return torch.arange(len(at_query)) - (counts.cumsum(0) - counts)[at_query]
+    asked = at_query.numpy()
+    counts = np.bincount(asked, minlength=queries)
+    return torch.from_numpy(np.arange(len(asked)) - (counts.cumsum() - counts)[asked])
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from dualform.queries.cascade import Survivors, survivors
 from dualform.queries.found import Found
 from dualform.queries.pairs import by_query, ranks
-from dualform.queries.shadow import TINY, Asked
+from dualform.queries.shadow import AT_A_TIME, TINY, Asked
 from dualform.queries.views import View
 
 SEED = 1024  # rows that give the first thresholds
@@ -38,11 +39,10 @@ class Search:
     def __init__(
         self, queries: Float[Tensor, "queries dim_in"], found: Found, sign: float = 1.0, extended: bool = False
     ) -> None:
-        exactly = queries.double() * sign
-        norms = torch.linalg.vector_norm(exactly, dim=1)
+        norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+        self._queries = queries
         self._norms = torch.hypot(norms, torch.ones_like(norms)) if extended else norms
-        self._units = exactly / self._norms[:, None]
-        self._offsets = sign / self._norms if extended else None
+        self._sign, self._extended = sign, extended
         self.found = found
 
     def run(self, view: View, exact: Exact) -> bool:
@@ -54,15 +54,15 @@ class Search:
         if k * 8 > len(view) > 2 * SEED:
             return False
         if len(view) <= max(k, FEW):
-            every = torch.arange(len(view)).repeat(len(self._units))
-            at_query = torch.arange(len(self._units)).repeat_interleave(len(view))
+            every = torch.arange(len(view)).repeat(len(self._queries))
+            at_query = torch.arange(len(self._queries)).repeat_interleave(len(view))
             self._score(view, every, at_query, exact)
             return True
         self.found.settle()
-        asked = Asked.of(view.shadow, self._units, self._offsets)
+        asked = Asked.of(view.shadow, self._queries, self._sign / self._norms, self._extended)
         self.found.raise_to(self._seed(view, asked, exact))
         # Many queries meet the first rows alone: what is found there spares most of the work on the others.
-        border = FIRST if len(self._units) >= MANY and len(view) > 2 * FIRST else 0
+        border = FIRST if len(self._queries) >= MANY and len(view) > 2 * FIRST else 0
         for begin, end in ((0, border), (border, len(view))) if border else ((0, len(view)),):
             pairs = survivors(view, asked, self._scaled(view), k, self._worth(view) // SCORE, begin, end)
             self.found.bounded += pairs.bounded
@@ -74,10 +74,15 @@ class Search:
         """Scores that k rows surely have: the exact ones of the rows with the best bounds among the first."""
         k = self.found.k
         first = min(max(SEED, 8 * k), len(view))
-        bounds = asked.fine @ view.first(first).T
-        if view.offsets is not None and asked.offsets is not None:
-            bounds.addr_(asked.offsets, view.offsets[:first])
-        best = bounds.topk(min(k + max(k // 4, 2), first), dim=1).indices
+        rows, some = view.first(first).T, min(k + max(k // 4, 2), first)
+        parts: list[Tensor] = []
+        for at in range(0, len(asked.fine), AT_A_TIME):
+            part = slice(at, at + AT_A_TIME)
+            bounds = asked.fine[part] @ rows
+            if view.offsets is not None and asked.offsets is not None:
+                bounds.addr_(asked.offsets[part], view.offsets[:first])
+            parts.append(bounds.topk(some, dim=1).indices)
+        best = parts[0] if len(parts) == 1 else torch.cat(parts)
         at_query = torch.arange(len(best))[:, None].expand_as(best)
         scores = self._scores(view, best.reshape(-1), at_query.reshape(-1), exact)
         lowest = scores.view_as(best).double().topk(k, dim=1).values[:, -1]
@@ -101,7 +106,7 @@ class Search:
 
     def _worth(self, view: View) -> int:
         """What scoring one by one may cost: half of a flat scan."""
-        return max(len(view.shadow) * (len(self._units) + SCANNED) // 2, FREE)
+        return max(len(view.shadow) * (len(self._queries) + SCANNED) // 2, FREE)
 
     def _pays(self, view: View, at_row: Int64[Tensor, " pairs"]) -> bool:
         """Whether pairs are so few that scoring them costs less than a flat scan."""
@@ -119,20 +124,23 @@ class Search:
         if len(at_row) <= FEW:
             self._score(view, at_row, at_query, exact)
             return True
-        order = by_query(at_query, bounds)
-        at_row, at_query, bounds = at_row[order], at_query[order], bounds[order]
-        rank = ranks(at_query, self.found.queries)
-        most = self.found.k + 4
-        taken = (rank < most).nonzero()[:, 0]
-        scores = self._scores(view, at_row[taken], at_query[taken], exact)
-        first = torch.full((self.found.queries, most), -torch.inf, dtype=torch.float64)
-        first[at_query[taken], rank[taken]] = scores.double()
-        self.found.raise_to(first.topk(self.found.k, dim=1).values[:, -1])
-        later = ((rank >= most) & (bounds >= self._scaled(view)[at_query])).nonzero()[:, 0]
-        if not self._pays(view, at_row[later]):
+        # For some thousand numbers numpy's operations take a fraction of torch's.
+        order = by_query(at_query, bounds).numpy()
+        row, query, bound = at_row.numpy()[order], at_query.numpy()[order], bounds.numpy()[order]
+        rank = ranks(torch.from_numpy(query), self.found.queries).numpy()
+        k, most = self.found.k, self.found.k + 4
+        taken = rank < most
+        some, asking = torch.from_numpy(row[taken]), query[taken]
+        scores = self._scores(view, some, torch.from_numpy(asking), exact)
+        first = np.full((self.found.queries, most), -np.inf)
+        first[asking, rank[taken]] = scores.numpy()
+        self.found.raise_to(torch.from_numpy(np.partition(first, most - k, axis=1)[:, most - k]))
+        later = np.flatnonzero(~taken & (bound >= self._scaled(view).numpy()[query]))
+        others, asking_too = torch.from_numpy(row[later]), query[later]
+        if not self._pays(view, others):
             return False
         if len(later):
-            scores = torch.cat([scores, self._scores(view, at_row[later], at_query[later], exact)])
-            taken = torch.cat([taken, later])
-        self.found.add(at_query[taken], view.ids(at_row[taken]), scores)
+            scores = torch.cat([scores, self._scores(view, others, torch.from_numpy(asking_too), exact)])
+            some, asking = torch.cat([some, others]), np.concatenate([asking, asking_too])
+        self.found.add(torch.from_numpy(asking), view.ids(some), scores)
         return True

@@ -21,6 +21,7 @@ HEAD = 94  # columns of x H; with the tail and the norm 96 in all
 BAND = 1024  # rows of similar norm, in an order in which those of a block are alike
 SLACK = 1e-4
 SAMPLE = 4096
+AT_A_TIME = 128  # queries: memory for more of them would come from the system, and be given back, every time
 FRONT = 4096  # first rows of which the whole key is kept too: most of what is scored exactly is among them
 WIDE = 1024  # columns beyond which not all eigenvectors are computed
 TINY = 1e-30  # more than what underflow can lose where nothing is above 1
@@ -227,16 +228,19 @@ class Asked:
     def of(
         cls,
         shadow: Shadow,
-        queries: Float64[Tensor, "queries dim_in"],
-        offsets: Float64[Tensor, " queries"] | None = None,
+        queries: Float[Tensor, "queries dim_in"],
+        scales: Float64[Tensor, " queries"],
+        extended: bool = False,
     ) -> Asked:
-        head = queries @ shadow.basis
-        tail = _tail(head, torch.linalg.vector_norm(queries, dim=1))
+        """Queries times their scales, or [q, 1] where they are `extended`."""
+        parts = [part.double() @ shadow.basis for part in queries.split(AT_A_TIME)]
+        head = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(scales[:, None])
+        tail = _tail(head, torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64) * scales.abs())
         fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
-        if offsets is None:
+        if not extended:
             return cls(_levels(head, tail), fine, None)
-        head = torch.cat([offsets[:, None], head], dim=1)
-        return cls(_levels(head, tail), fine, offsets.float())
+        head = torch.cat([scales[:, None], head], dim=1)
+        return cls(_levels(head, tail), fine, scales.float())
 
     def __getitem__(self, which: Int64[Tensor, " some"]) -> Asked:
         offsets = None if self.offsets is None else self.offsets[which]
