@@ -18,8 +18,8 @@ All engines of a table run in turns in one process with the same number of threa
 that is not counted; every round has other queries; times are medians. Before every turn there is a short pause: the
 threads of faiss and of torch wait awake for some milliseconds after their work. A turn with one query asks several in a
 row, and the first of them, which finds the caches full of another engine's data, is also reported alone. Between the
-turns, our answers for the first test images (1,000 in top and flat, 100 in growth and contributions, 16 within) are compared with
-the full exact scan, and every answer of a baseline with ours. Goals are DESIGN's, for 384,000 events.
+turns, our answers for the first test images (1,000 in top and flat, 100 in growth and contributions, 16 within) are
+compared with the full exact scan, and every answer of a baseline with ours. Goals are DESIGN's, for 384,000 events.
 """
 
 from __future__ import annotations

@@ -6,14 +6,17 @@ the time; until then, and without numba, torch does the same work.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import itertools
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -27,6 +30,7 @@ TURNS = 8  # parts of a large loop for each thread
 CUTS = (7, 15, 30)  # of the first columns, each with a tail of its own, for the bounds that most rows fail
 SPANS = tuple(zip((0, *CUTS), CUTS, strict=False))
 LANES = 32  # rows of a block, in which a column is contiguous
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -35,6 +39,9 @@ class _State:
     missing = False
     done = 0
     pool: ThreadPoolExecutor | None = None
+
+
+_own = threading.local()  # `threads`: how many torch has outside of `alone`
 
 
 def compiled(work: int) -> ModuleType | None:
@@ -63,42 +70,84 @@ def in_parts(loop: Callable[..., T], parts: int, *arguments: Any, short: bool = 
 
     A `short` one shares the cores with torch's idle threads.
     """
-    threads = max(min(parts, torch.get_num_threads()), 1)
-    parts = min(parts, TURNS * threads) if threads > 1 else 1
-    if parts == 1:
-        return [loop(*arguments, 0, 1)]
+    helpers = max(min(parts, threads()), 1) - 1
+    parts = min(parts, TURNS * (helpers + 1)) if helpers else 1
+    return spread(lambda part: loop(*arguments, part, parts), range(parts), short)
+
+
+def spread(function: Callable[[S], T], parts: Sequence[S], short: bool = False) -> list[T]:
+    """Call a function for every part, by as many threads as torch has; what it returned for each."""
+    helpers = min(len(parts), threads()) - 1
+    if helpers < 1:
+        return [function(part) for part in parts]
     if _State.pool is None:
-        _State.pool = ThreadPoolExecutor(max(os.cpu_count() or 1, threads), thread_name_prefix="dualform")
+        most = max(os.cpu_count() or 1, threads())
+        _State.pool = ThreadPoolExecutor(most, thread_name_prefix="dualform", initializer=work_alone)
     if not short:
         _end_idle()
     turns = itertools.count()  # threads take the next part when they are done with one: a core may be busy
-    results: list[T | None] = [None] * parts
+    results: list[T | None] = [None] * len(parts)
 
     def work() -> None:
-        while (part := next(turns)) < parts:
-            results[part] = loop(*arguments, part, parts)
+        while (turn := next(turns)) < len(parts):
+            results[turn] = function(parts[turn])
 
-    others = [_State.pool.submit(work) for _ in range(threads - 1)]
-    work()
+    others = [_State.pool.submit(work) for _ in range(helpers)]
+    with alone():
+        work()
     for other in others:
         other.result()
     return cast(list[T], results)
 
 
+def threads() -> int:
+    """How many threads work is spread over: as many as torch has, outside of `alone`."""
+    return getattr(_own, "threads", 0) or torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Have torch use no threads of its own for what this thread asks of it meanwhile, where there are compiled loops.
+
+    Those have threads of ours. Torch's would have to be ended before, and be made again after every loop: now and then
+    they then wait for each other on one core, some milliseconds each time.
+    """
+    before = torch.get_num_threads()
+    if _State.loops is None or before == 1 or _openmp("omp_set_num_threads") is None:
+        yield
+        return
+    _own.threads = before
+    own = _limit(1, 1)
+    try:
+        yield
+    finally:
+        _own.threads = 0
+        _limit(before, own)
+
+
 @functools.cache
 def _openmp(name: str) -> Callable[[int], int] | None:
-    try:
-        return cast(Callable[[int], int], getattr(ctypes.CDLL(None), name))
-    except (AttributeError, OSError, TypeError):
-        return None  # another OpenMP, or none
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            return cast(Callable[[int], int], getattr(ctypes.CDLL(library), name))
+    return None  # another OpenMP, or none
 
 
 def work_alone() -> None:
     """Have torch use no other threads for what this thread asks of it; other threads are not concerned."""
-    limit = _openmp("omp_set_num_threads")
-    if limit is not None:
-        torch.get_num_threads()  # at a thread's first work torch sets the number itself
-        limit(1)
+    torch.get_num_threads()  # at a thread's first work torch sets the number itself
+    _limit(1, 1)
+
+
+def _limit(threads: int, of_products: int) -> int:
+    """How many threads torch uses for what this thread asks of it, and for its products; what held for these before.
+
+    For products 0 means: as many as all threads have.
+    """
+    everything, products = _openmp("omp_set_num_threads"), _openmp("MKL_Set_Num_Threads_Local")
+    if everything is not None:
+        everything(threads)
+    return 0 if products is None else products(of_products)
 
 
 def _end_idle() -> None:

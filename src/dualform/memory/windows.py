@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import numpy as np
-import torch
 from jaxtyping import UInt8
 
 from dualform.errors import DamagedMemory
-from dualform.fast import in_parts
+from dualform.fast import in_parts, threads
 from dualform.memory.room import Room
 
 HUGE = 2 << 20
@@ -104,7 +103,7 @@ def fill_at_once(descriptor: Descriptor, data: Bytes, begin: int) -> None:
         first, last = (len(data) * edge // parts // 4096 * 4096 for edge in (part, part + 1))
         fill(descriptor, data[first : len(data) if part + 1 == parts else last], begin + first)
 
-    in_parts(some, torch.get_num_threads(), short=True)
+    in_parts(some, threads(), short=True)
 
 
 def copied(descriptor: Descriptor, begin: int, end: int) -> Bytes:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
+from dualform.fast import alone
 from dualform.memory import StoredMemory
 from dualform.queries.found import Found
 from dualform.queries.index import Index, index_of
@@ -17,6 +18,7 @@ from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
 from dualform.queries.search import Exact, Search
 from dualform.queries.selection import Grouping, Selection
+from dualform.queries.shadow import row_norms
 from dualform.queries.table import BYTES, Table
 from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
 
@@ -82,7 +84,7 @@ def suits(memory: StoredMemory, weight: int, queries: Float[Tensor, "queries dim
 
 def tame(queries: Float[Tensor, "queries dim_in"]) -> bool:
     """Whether there are queries, none of them zero, which ties everywhere, or out of the range of bounds."""
-    norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    norms = row_norms(queries)
     return len(queries) > 0 and bool(((norms > 1e-100) & (norms < 1e100)).all())
 
 
@@ -186,7 +188,8 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
             found.flat = True
             if not weighing.scan(found, which, events, order, _exact(weighing, which, order)):
                 return None
-        answers.append(_picked(weighing, table, events, found, odd, which, order))
+        with alone():
+            answers.append(_picked(weighing, table, events, found, odd, which, order))
     return _joined(answers)
 
 

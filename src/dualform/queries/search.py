@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
+from dualform.fast import alone
 from dualform.queries.cascade import Survivors, survivors
 from dualform.queries.found import Found
 from dualform.queries.pairs import by_query, ranks
-from dualform.queries.shadow import AT_A_TIME, TINY, Asked
+from dualform.queries.shadow import TINY, Asked, row_norms, some_at_a_time
 from dualform.queries.views import View
 
 SEED = 1024  # rows that give the first thresholds
@@ -39,7 +40,7 @@ class Search:
     def __init__(
         self, queries: Float[Tensor, "queries dim_in"], found: Found, sign: float = 1.0, extended: bool = False
     ) -> None:
-        norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+        norms = row_norms(queries)
         self._queries = queries
         self._norms = torch.hypot(norms, torch.ones_like(norms)) if extended else norms
         self._sign, self._extended = sign, extended
@@ -50,6 +51,10 @@ class Search:
 
         `exact` gives the scores of (ids, queries) pairs, in the sign that is searched for.
         """
+        with alone():
+            return self._run(view, exact)
+
+    def _run(self, view: View, exact: Exact) -> bool:
         k = self.found.k
         if k * 8 > len(view) > 2 * SEED:
             return False
@@ -75,14 +80,14 @@ class Search:
         k = self.found.k
         first = min(max(SEED, 8 * k), len(view))
         rows, some = view.first(first).T, min(k + max(k // 4, 2), first)
-        parts: list[Tensor] = []
-        for at in range(0, len(asked.fine), AT_A_TIME):
-            part = slice(at, at + AT_A_TIME)
+
+        def best_of(part: slice) -> Tensor:
             bounds = asked.fine[part] @ rows
             if view.offsets is not None and asked.offsets is not None:
                 bounds.addr_(asked.offsets[part], view.offsets[:first])
-            parts.append(bounds.topk(some, dim=1).indices)
-        best = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return bounds.topk(some, dim=1).indices
+
+        best = some_at_a_time(best_of, len(asked.fine))
         at_query = torch.arange(len(best))[:, None].expand_as(best)
         scores = self._scores(view, best.reshape(-1), at_query.reshape(-1), exact)
         lowest = scores.view_as(best).double().topk(k, dim=1).values[:, -1]

@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.fast import CUTS, LANES, SPANS
+from dualform.fast import CUTS, LANES, SPANS, alone, spread, threads
 
 HEAD = 94  # columns of x H; with the tail and the norm 96 in all
 BAND = 1024  # rows of similar norm, in an order in which those of a block are alike
 SLACK = 1e-4
 SAMPLE = 4096
+FEW = 32  # queries for which no other thread pays
 AT_A_TIME = 128  # queries: memory for more of them would come from the system, and be given back, every time
 FRONT = 4096  # first rows of which the whole key is kept too: most of what is scored exactly is among them
 WIDE = 1024  # columns beyond which not all eigenvectors are computed
@@ -216,6 +217,20 @@ def _levels(head: Float64[Tensor, "rows head"], tail: Float64[Tensor, " rows"]) 
     )
 
 
+def row_norms(queries: Float[Tensor, "queries dim_in"]) -> Float64[Tensor, " queries"]:
+    """The norm of every query."""
+    with alone():
+        norms: Tensor = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    return norms
+
+
+def some_at_a_time(function: Callable[[slice], Tensor], queries: int) -> Tensor:
+    """What a function makes of some queries after the others, over all threads."""
+    step = min(max(-(-queries // threads()), FEW), AT_A_TIME)
+    parts = spread(function, [slice(at, at + step) for at in range(0, max(queries, 1), step)])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """What the rows of a shadow are multiplied with, for queries whose norm (with their offset) is at most 1."""
@@ -233,9 +248,8 @@ class Asked:
         extended: bool = False,
     ) -> Asked:
         """Queries times their scales, or [q, 1] where they are `extended`."""
-        parts = [part.double() @ shadow.basis for part in queries.split(AT_A_TIME)]
-        head = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(scales[:, None])
-        tail = _tail(head, torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64) * scales.abs())
+        head = some_at_a_time(lambda part: queries[part].double() @ shadow.basis, len(queries)) * scales[:, None]
+        tail = _tail(head, row_norms(queries) * scales.abs())
         fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
         if not extended:
             return cls(_levels(head, tail), fine, None)

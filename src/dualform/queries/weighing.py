@@ -16,7 +16,7 @@ from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
 from dualform.queries.search import Exact
-from dualform.queries.shadow import Shadow
+from dualform.queries.shadow import Shadow, row_norms
 from dualform.queries.views import View
 
 READ = 4  # queries for which a scan does so little that reading keys is better than mapping them
@@ -61,7 +61,7 @@ class ByScore:
     ) -> None:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
         self._table = index.table(weight)
-        self._norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+        self._norms = row_norms(queries)
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
         return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
