@@ -55,13 +55,13 @@ def compiled(work: int) -> ModuleType | None:
 
 
 def load(name: str) -> ModuleType | None:
-    """A module of compiled loops; None, and told where that is a surprise, where it cannot be had."""
+    """A module of compiled loops; None without numba, and told where numba is there but cannot work."""
     try:
         return importlib.import_module(name)
-    except ImportError:
-        return None
-    except Exception as error:  # numba is there, but cannot work: no place for its cache, say
-        logger.info("numba cannot be used (%s: %s); torch does its work, more slowly", type(error).__name__, error)
+    except Exception as error:  # not made for this numpy, no place for its cache, …
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "numba"):
+            why = f"{type(error).__name__}: {error}"
+            logger.warning("numba is installed but cannot be used (%s); torch does its work, more slowly", why)
         return None
 
 

@@ -68,7 +68,7 @@ def shadow_of(rows: Tensor):
 
 def bounds_of(shadow: Shadow, units: Tensor) -> list[Tensor]:
     """Every bound of every pair, from coarse to fine."""
-    asked = Asked.of(shadow, units, torch.ones(len(units), dtype=torch.float64))
+    asked = Asked.of(shadow, units, torch.ones(len(units), dtype=torch.float64), torch.linalg.vector_norm(units, dim=1))
     slack = SLACK * shadow.norms[:, None]
     head, coarse = torch.zeros(len(shadow), len(units)), []
     for level, with_ in zip(shadow.levels, asked.levels, strict=True):

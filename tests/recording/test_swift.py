@@ -12,7 +12,7 @@ from small import run
 pytest.importorskip("numba")
 
 
-@pytest.mark.parametrize("rows, width", [(1, 1), (1, 30), (2, 7), (5, 17), (64, 784), (801, 3)])
+@pytest.mark.parametrize("rows, width", [(1, 1), (1, 30), (2, 7), (5, 17), (64, 784), (801, 3), (3, 65536)])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
 def test_a_projection_is_the_product(rows: int, width: int, dtype: torch.dtype, error: float) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -55,12 +55,27 @@ def test_two_recordings_of_a_training_hash_its_gradients_alike(tmp_path: Path, m
     assert same[:21].all() and not same[21:].all(), "the loops begin after the step at which they pay, and not before"
 
 
-def test_without_numba_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (ModuleNotFoundError("No module named 'numba'", name="numba"), False),
+        (ImportError("Numba needs NumPy 2.3 or less"), True),
+        (ModuleNotFoundError("No module named 'llvmlite'", name="llvmlite"), True),
+        (RuntimeError("no locator available for a cache"), True),
+    ],
+)
+def test_without_numba_torch_does_the_work(
+    error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(name: str) -> None:
-        raise RuntimeError("no locator available for a cache")
+        raise error
 
     monkeypatch.setattr("importlib.import_module", broken)
     loops = swift.Swift()
     loops.numbers = swift.PAYS + 1
     loops.reached(1)
+    loops.reached(2)
     assert loops.project(torch.ones(2, 3), torch.ones(4, 3)) is None
+    messages = [record.getMessage() for record in caplog.records if record.name == "dualform"]
+    assert len(messages) == told, "once, and only where numba is there"
+    assert all(str(error) in message for message in messages)

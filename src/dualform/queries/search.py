@@ -43,7 +43,7 @@ class Search:
         norms = row_norms(queries)
         self._queries = queries
         self._norms = torch.hypot(norms, torch.ones_like(norms)) if extended else norms
-        self._sign, self._extended = sign, extended
+        self._scales, self._sizes, self._extended = sign / self._norms, norms / self._norms, extended
         self.found = found
 
     def run(self, view: View, exact: Exact) -> bool:
@@ -64,7 +64,7 @@ class Search:
             self._score(view, every, at_query, exact)
             return True
         self.found.settle()
-        asked = Asked.of(view.shadow, self._queries, self._sign / self._norms, self._extended)
+        asked = Asked.of(view.shadow, self._queries, self._scales, self._sizes, self._extended)
         self.found.raise_to(self._seed(view, asked, exact))
         # Many queries meet the first rows alone: what is found there spares most of the work on the others.
         border = FIRST if len(self._queries) >= MANY and len(view) > 2 * FIRST else 0

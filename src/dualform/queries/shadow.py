@@ -245,11 +245,12 @@ class Asked:
         shadow: Shadow,
         queries: Float[Tensor, "queries dim_in"],
         scales: Float64[Tensor, " queries"],
+        sizes: Float64[Tensor, " queries"],
         extended: bool = False,
     ) -> Asked:
-        """Queries times their scales, or [q, 1] where they are `extended`."""
+        """Queries times their scales, which gives them these norms; [q, 1] so where they are `extended`."""
         head = some_at_a_time(lambda part: queries[part].double() @ shadow.basis, len(queries)) * scales[:, None]
-        tail = _tail(head, row_norms(queries) * scales.abs())
+        tail = _tail(head, sizes)
         fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
         if not extended:
             return cls(_levels(head, tail), fine, None)

@@ -1,4 +1,4 @@
-"""The loops of the recorder that numba compiles."""
+"""The loops of the recorder that numba compiles: when they are loaded, so that nothing fails in the midst of a step."""
 
 from typing import Any, no_type_check
 
@@ -6,9 +6,10 @@ import numba
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+KINDS = [f"void(f4[:, ::1], {kind}[:, ::1], {kind}[:, ::1])" for kind in ("f4", "f8")]
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@numba.njit(KINDS, cache=True, nogil=True, fastmath={"reassoc", "contract"})
 @no_type_check
 def project(matrix: Array, columns: Array, result: Array) -> None:
     """A matrix times four columns, in their dtype; a product of matrices takes twice as long for so few."""
