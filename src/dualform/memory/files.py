@@ -140,9 +140,9 @@ def seal(text: bytes) -> bytes:
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Commit a safetensors file that carries its own checksum."""
+    """Commit a safetensors file that carries its own checksum; its large tensors begin at whole pages."""
     sealed = {**metadata, "checksum": ZEROS}
-    header, *pieces = _encode({name: [tensor] for name, tensor in tensors.items()}, sealed, False)
+    header, *pieces = _encode({name: [tensor] for name, tensor in tensors.items()}, sealed, paged=True)
     digest = xxhash.xxh3_64(header)
     for piece in pieces:
         digest.update(piece)

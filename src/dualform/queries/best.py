@@ -198,7 +198,7 @@ def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor,
     for sign in _signs(order, weighing.magnitude):
         search = Search(queries, found, sign, weighing.extended)
         exact = _exact(weighing, which, order)
-        if not all(view is not None and search.run(view, exact) for view in weighing.views(events)):
+        if not all(view is not None and search.run(view, exact, weighing.hot) for view in weighing.views(events)):
             return False
     return True
 

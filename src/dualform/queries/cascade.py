@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Float64, Int32, Int64
 from torch import Tensor
 
-from dualform.fast import CUTS, LANES, compiled, in_parts
+from dualform.fast import CUTS, LANES, compiled, in_parts, threads
 from dualform.queries.pairs import pair_products
 from dualform.queries.shadow import SLACK, Asked
 from dualform.queries.views import View
@@ -17,50 +19,114 @@ from dualform.queries.views import View
 TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled
 SPARE = 1 << 12  # fine bounds that are not worth a thought
 PART = 1 << 18  # bounds for which a thread of its own pays
+FEW = 8  # queries for which none does
 
 
 @dataclass(frozen=True)
 class Survivors:
-    """Pairs that no bound rules out, each with its last bound; `paid` is False where that was given up."""
+    """Pairs that no bound rules out, each with its last bound; `paid` is False where that was given up.
+
+    `bounded` rows were bounded and `scored` products formed for all of them.
+    """
 
     at_row: Int64[Tensor, " pairs"]
     at_query: Int64[Tensor, " pairs"]
     bounds: Float[Tensor, " pairs"]
     bounded: int
+    scored: int
     paid: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Near:
+    """Keys that are at hand, the queries they are multiplied with, and what a product is worth in a view's units.
+
+    A product that reaches `caps` rounds to infinity, and so may others; `least` is what underflow can lose.
+    """
+
+    keys: Float32[Tensor, "some dim_in"]
+    slots: Int32[Tensor, " keys"]
+    queries: Float32[Tensor, "queries dim_in"]
+    scales: Float64[Tensor, " queries"]
+    caps: Float32[Tensor, " queries"]
+    least: Float64[Tensor, " queries"]
+
+    @classmethod
+    def none(cls) -> Near:
+        """Nothing at hand."""
+        small, wide = torch.empty(0), torch.empty(0, dtype=torch.float64)
+        return cls(small[:, None], torch.empty(0, dtype=torch.int32), small[:, None], wide, small, wide)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def has(self, numbers: Int64[Tensor, " keys"]) -> bool:
+        """Whether all of some keys are at hand."""
+        return len(self) > 0 and bool((self.slots[numbers] >= 0).all())
+
+
+def has_loop() -> bool:
+    """Whether the cascade is compiled."""
+    return compiled(0) is not None
+
+
 def survivors(
-    view: View, asked: Asked, thresholds: Float32[Tensor, " queries"], k: int, most: int, begin: int, end: int
+    view: View,
+    asked: Asked,
+    thresholds: Float32[Tensor, " queries"],
+    k: int,
+    most: int,
+    near: Near,
+    seeds: int = 0,
+    begin: int = 0,
+    end: int | None = None,
 ) -> Survivors:
-    """The pairs of some rows (whole blocks) that no bound rules out; given up where they do not pay, above `most`."""
+    """The pairs of some rows (whole blocks) that no bound rules out; given up where they do not pay, above `most`.
+
+    With `seeds`, the first rows, which are at hand, give thresholds first.
+    """
+    end = len(view) if end is None else end
+    spare = SPARE + (len(view) // 64 + 16 * k) * len(thresholds)
+    if seeds:
+        work = len(thresholds) * (len(view) // 8)  # as much as bounds leave of some real memories
+        return _compiled(view, asked, thresholds, k, most, near, seeds, begin, end, len(view), work, spare)
     reach = torch.searchsorted(view.ascending, -thresholds, right=True).clamp_max(end)
-    order = None
-    if len(reach) > 1:
-        # Queries that reach far come first, so that those that are done are left out together.
-        order = reach.argsort(descending=True)
-        reach, thresholds, asked = reach[order], thresholds[order], asked[order]
     work = int((reach - begin).clamp_min(0).sum())
-    spare = SPARE + (len(view) // 64 + 16 * k) * len(reach)
-    fast = compiled(work * CUTS[0])
     if work == 0:
         nothing = torch.empty(0, dtype=torch.int64)
-        return Survivors(nothing, nothing, torch.empty(0), 0, True)
-    if fast is None:
-        found = _uncompiled(view, asked, thresholds, reach, begin, spare)
-    else:
-        arguments = (
-            *view.levels(int(reach[0])), view.shadow.fine, _or(view.rows, torch.int64), view.sizes,
-            _or(view.weights), _or(view.offsets), *asked.levels, asked.fine, _or(asked.offsets), thresholds, reach,
-        )  # fmt: skip
-        parts = in_parts(fast.cascade, work // PART, *(part.numpy() for part in arguments), begin, SLACK, spare, most)
-        paid, bounded, *pairs = zip(*parts, strict=True)
-        rows, queries, bounds = (
-            torch.from_numpy(part[0] if len(part) == 1 else np.concatenate(part)) for part in pairs
-        )
-        found = Survivors(rows, queries, bounds, sum(bounded), all(paid))
-    at_query = found.at_query if order is None else order[found.at_query]
-    return Survivors(found.at_row, at_query, found.bounds, found.bounded, found.paid)
+        return Survivors(nothing, nothing, torch.empty(0), 0, 0, True)
+    if compiled(work * CUTS[0]) is not None:
+        far = int(reach.max())
+        return _compiled(view, asked, thresholds, k, most, near, 0, begin, end, far, work, spare)
+    order = reach.argsort(descending=True)
+    found = _uncompiled(view, asked[order], thresholds[order], reach[order], begin, spare)
+    return replace(found, at_query=order[found.at_query])
+
+
+def _compiled(
+    view: View, asked: Asked, thresholds: Tensor, k: int, most: int, near: Near, seeds: int, begin: int, end: int,
+    far: int, work: int, spare: int,
+) -> Survivors:  # fmt: skip
+    """By the compiled loop, of which every thread takes some of the queries."""
+    fast = compiled(0)
+    assert fast is not None
+    parts = in_parts(
+        fast.cascade, min(work // PART, len(thresholds) // FEW, 2 * threads()), _arrays(view.levels(far)),
+        *(part.numpy() for part in (
+            view.shadow.fine, view.shadow.numbers, _or(view.rows, torch.int64), view.sizes, view.ascending,
+            _or(view.weights), _or(view.offsets),
+        )),
+        _arrays(asked.levels), asked.fine.numpy(), _or(asked.offsets).numpy(),
+        _arrays((near.keys, near.slots, near.queries, near.scales, near.caps, near.least)),
+        thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
+    )  # fmt: skip
+    paid, bounded, scored, *pairs = zip(*parts, strict=True)
+    rows, queries, bounds = (torch.from_numpy(part[0] if len(part) == 1 else np.concatenate(part)) for part in pairs)
+    return Survivors(rows, queries, bounds, sum(bounded), sum(scored), all(paid))
+
+
+def _arrays(tensors: Iterable[Tensor]) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
+    return tuple(tensor.numpy() for tensor in tensors)
 
 
 def _or(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,12 +154,12 @@ def _uncompiled(view: View, asked: Asked, thresholds: Tensor, reach: Tensor, sta
         queries.append(at_query[inside])
         left, bounded = left + len(at_row), bounded + (at.stop - at.start) * LANES * active
         if left > spare + bounded // 8:
-            return Survivors(rows[0][:0], rows[0][:0], torch.empty(0), bounded, False)
+            return Survivors(rows[0][:0], rows[0][:0], torch.empty(0), bounded, 0, False)
         start = at.stop * LANES
     at_row, at_query = torch.cat(rows), torch.cat(queries)
     last = _fine(view, asked, at_row, at_query)
     kept = last >= thresholds[at_query]
-    return Survivors(at_row[kept], at_query[kept], last[kept], bounded, True)
+    return Survivors(at_row[kept], at_query[kept], last[kept], bounded, 0, True)
 
 
 def _fine(view: View, asked: Asked, at_row: Tensor, at_query: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import threading
 import weakref
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int32, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
@@ -40,6 +40,14 @@ class HotKeys:
             self._hold(numbers[:some], keys[:some])
             self._fixed = self._filled
 
+    def at_hand(self) -> tuple[Float[Tensor, "some dim_in"], Int32[Tensor, " keys"]]:
+        """The keys that are at hand, and by a key's number where among them it is, or −1; valid as long as it is held.
+
+        More may come to be at hand meanwhile, but none goes.
+        """
+        with self._lock:
+            return self._keys, self._slots
+
     def get(self, numbers: Int64[Tensor, " keys"]) -> Keys | None:
         """Keys, where among them each number is, and their norms; None where there is no room for so many at once."""
         with self._lock:
@@ -67,12 +75,14 @@ class HotKeys:
 
     def _clear(self) -> None:
         """Let go of all but what stays for good."""
-        self._slots[self._numbers[self._fixed : self._filled]] = -1
+        gone = self._numbers[self._fixed : self._filled]
         self._renew(self._fixed, self._keys.dtype)
+        self._slots[gone] = -1
 
     def _renew(self, filled: int, dtype: torch.dtype) -> None:
         """The first keys in other memory: other threads may still be reading what was handed out."""
         old = self._keys, self._norms, self._numbers
+        self._slots = self._slots.clone()
         self._keys = torch.empty(self._room, self._width, dtype=dtype)
         self._norms = torch.empty(self._room, dtype=torch.float64)
         self._numbers = torch.empty(self._room, dtype=torch.int64)

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.fast import alone
-from dualform.queries.cascade import Survivors, survivors
+from dualform.fast import LANES, alone
+from dualform.queries.cascade import Near, Survivors, has_loop, survivors
 from dualform.queries.found import Found
+from dualform.queries.hot import HotKeys
 from dualform.queries.pairs import by_query, ranks
 from dualform.queries.shadow import TINY, Asked, row_norms, some_at_a_time
 from dualform.queries.views import View
@@ -29,6 +30,7 @@ FEW = 64  # pairs that are scored at once
 # flat scan beside its pairs.
 SCORE, READ, SCANNED = 10, 150, 20
 FREE = 1 << 18  # pairs of a flat scan that are not worth a thought
+LOWEST = 1 << 21  # scores that are held while thresholds rise
 LARGEST = 3.4028235677973366e38  # what fp32 rounds to infinity from here on
 
 Exact = Callable[[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]], Float[Tensor, " pairs"]]
@@ -46,15 +48,16 @@ class Search:
         self._scales, self._sizes, self._extended = sign / self._norms, norms / self._norms, extended
         self.found = found
 
-    def run(self, view: View, exact: Exact) -> bool:
+    def run(self, view: View, exact: Exact, hot: HotKeys | None = None) -> bool:
         """Search one view; False where its bounds do not pay: what was found so far still holds.
 
-        `exact` gives the scores of (ids, queries) pairs, in the sign that is searched for.
+        `exact` gives the scores of (ids, queries) pairs, in the sign that is searched for; `hot` are the keys of
+        which scores are made.
         """
         with alone():
-            return self._run(view, exact)
+            return self._run(view, exact, hot)
 
-    def _run(self, view: View, exact: Exact) -> bool:
+    def _run(self, view: View, exact: Exact, hot: HotKeys | None) -> bool:
         k = self.found.k
         if k * 8 > len(view) > 2 * SEED:
             return False
@@ -65,15 +68,33 @@ class Search:
             return True
         self.found.settle()
         asked = Asked.of(view.shadow, self._queries, self._scales, self._sizes, self._extended)
-        self.found.raise_to(self._seed(view, asked, exact))
+        near = self._near(view, hot)
+        seeds = min(max(SEED, 8 * k), len(view)) // LANES * LANES
+        if view.rows is not None or seeds < 2 * k or not near.has(view.shadow.numbers[:seeds]):
+            seeds = 0
+            self.found.raise_to(self._seed(view, asked, exact))
         # Many queries meet the first rows alone: what is found there spares most of the work on the others.
-        border = FIRST if len(self._queries) >= MANY and len(view) > 2 * FIRST else 0
-        for begin, end in ((0, border), (border, len(view))) if border else ((0, len(view)),):
-            pairs = survivors(view, asked, self._scaled(view), k, self._worth(view) // SCORE, begin, end)
+        apart = not len(near) and len(self._queries) >= MANY and len(view) > 2 * FIRST
+        for begin, end in ((0, FIRST), (FIRST, len(view))) if apart else ((0, len(view)),):
+            most = self._worth(view) // SCORE
+            pairs = survivors(view, asked, self._scaled(view), k, most, near, seeds, begin, end)
             self.found.bounded += pairs.bounded
+            self.found.scored += pairs.scored
             if not pairs.paid or not self._rescore(view, pairs, exact):
                 return False
         return True
+
+    def _near(self, view: View, hot: HotKeys | None) -> Near:
+        """What is at hand for the compiled loop: products of fp32 numbers that cannot leave their range."""
+        usual = self._queries.dtype == torch.float32 and self._queries.is_contiguous()
+        if hot is None or not usual or not has_loop() or self.found.k * len(self._queries) > LOWEST:
+            return Near.none()
+        keys, slots = hot.at_hand()
+        if keys.dtype != torch.float32 or view.shadow.scale * float(self._norms.max()) > 1e38:
+            return Near.none()
+        caps = (LARGEST * (1 - 1e-6) / view.scale / self._norms).clamp_max(LARGEST * (1 - 1e-6)).float()
+        least = 3e-45 * (1 / view.scale + 1 / view.shadow.scale) / self._norms
+        return Near(keys, slots, self._queries, self._scales / view.shadow.scale, caps, least)
 
     def _seed(self, view: View, asked: Asked, exact: Exact) -> Float64[Tensor, " queries"]:
         """Scores that k rows surely have: the exact ones of the rows with the best bounds among the first."""
@@ -126,7 +147,7 @@ class Search:
         False where that is still too much.
         """
         at_row, at_query, bounds = pairs.at_row, pairs.at_query, pairs.bounds
-        if len(at_row) <= FEW:
+        if len(at_row) <= max(FEW, (self.found.k + 4) * self.found.queries):
             self._score(view, at_row, at_query, exact)
             return True
         # For some thousand numbers numpy's operations take a fraction of torch's.

@@ -15,13 +15,14 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.fast import CUTS, LANES, SPANS, alone, spread, threads
+from dualform.fast import CUTS, LANES, SPANS, alone, compiled, in_parts, spread, threads
 
 HEAD = 94  # columns of x H; with the tail and the norm 96 in all
 BAND = 1024  # rows of similar norm, in an order in which those of a block are alike
 SLACK = 1e-4
 SAMPLE = 4096
 FEW = 32  # queries for which no other thread pays
+MANY = 256  # queries for which one pays whose heads are known
 AT_A_TIME = 128  # queries: memory for more of them would come from the system, and be given back, every time
 FRONT = 4096  # first rows of which the whole key is kept too: most of what is scored exactly is among them
 WIDE = 1024  # columns beyond which not all eigenvectors are computed
@@ -250,6 +251,14 @@ class Asked:
     ) -> Asked:
         """Queries times their scales, which gives them these norms; [q, 1] so where they are `extended`."""
         head = some_at_a_time(lambda part: queries[part].double() @ shadow.basis, len(queries)) * scales[:, None]
+        fast = compiled(0)
+        if fast is not None:
+            levels = tuple(torch.empty(len(head), stop - start + 1) for start, stop in SPANS)
+            fine = torch.empty(len(head), head.shape[1] + 2)
+            arrays = head.numpy(), sizes.numpy(), (scales if extended else scales[:0]).numpy(), SLACK
+            outcome = tuple(level.numpy() for level in levels), fine.numpy()
+            in_parts(fast.ask, len(head) // MANY, *arrays, *outcome)
+            return cls(levels, fine, scales.float() if extended else None)
         tail = _tail(head, sizes)
         fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
         if not extended:

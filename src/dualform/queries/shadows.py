@@ -27,7 +27,7 @@ from dualform.memory.mapped import TensorFile
 from dualform.queries.shadow import HEAD, Shadow, build
 
 logger = logging.getLogger("dualform")
-VERSION = "4"
+VERSION = "5"
 ROW_BYTES = 4 * (HEAD + 2 + CUTS[-1] + len(CUTS)) + 12  # of a shadow
 BLOCK = 4096
 _NAME = re.compile(r"w(\d+)-(\d+)-(\d+)\.safetensors")

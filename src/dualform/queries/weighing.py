@@ -12,6 +12,7 @@ from torch import Tensor
 from dualform.memory import StoredMemory
 from dualform.queries.flat import scan
 from dualform.queries.found import Found
+from dualform.queries.hot import HotKeys
 from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
@@ -31,6 +32,7 @@ class Weighing(Protocol):
 
     extended: bool  # whether the rows are [w x, b] and the queries [q, 1]
     magnitude: bool  # whether scores are magnitudes
+    hot: HotKeys  # of which the scores are made
 
     def views(self, events: Events) -> Iterator[View | None]:
         """The rows of the chosen events, all by default; None for those of which no bound can be trusted."""
@@ -62,6 +64,7 @@ class ByScore:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
         self._table = index.table(weight)
         self._norms = row_norms(queries)
+        self.hot = index.hot(weight)
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
         return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
@@ -82,7 +85,7 @@ class ByScore:
         return odd if chosen is None else odd[chosen[odd]]
 
     def scores(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
-        found = self._index.hot(self._weight).get(ids)
+        found = self.hot.get(ids)
         if found is not None:
             keys, place, norms = found
             return pair_scores(keys, self._queries, place, at_query, norms, self._norms)
@@ -114,7 +117,7 @@ class ByContribution:
         magnitude: bool,
     ) -> None:
         self.extended, self.magnitude = not magnitude, magnitude
-        self._by_score, self._combine = by_score, combine
+        self._by_score, self._combine, self.hot = by_score, combine, by_score.hot
         self._index, self._question, self._weight = index, question, weight
         table = index.table(weight)
         self._weights, self._offsets = weights, offsets

@@ -1,0 +1,6 @@
+"""The loops that numba compiles: each number is read once. Threads take parts of a loop, without the GIL."""
+
+from dualform.compiled.cascading import ask, cascade
+from dualform.compiled.pairs import above, products, read_rows, rounded
+
+__all__ = ["above", "ask", "cascade", "products", "read_rows", "rounded"]

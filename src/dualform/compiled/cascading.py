@@ -1,0 +1,256 @@
+"""The loop of the cascade: bounds that grow finer, and products where the key is at hand."""
+
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+
+from dualform.compiled.lanes import bounds_into, lowest_bit, reaching
+from dualform.fast import CUTS, LANES, SPANS
+
+Array = np.ndarray[Any, Any]
+Arrays = tuple[Array, ...]
+WIDTH0, WIDTH1, WIDTH2 = (stop - start for start, stop in SPANS)
+CHUNK, TILE = 8, 128  # blocks and queries that stay near while they meet
+FIRST = 8192  # rows after which queries are ordered anew, and after four times as many
+COST = 10  # fine bounds that a product costs
+# Counting in floats is what the compiler turns into few instructions.
+NONE, ONE = np.float32(0.0), np.float32(1.0)
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def ask(
+    head: Array, sizes: Array, scales: Array, slack: float, levels: Arrays, fine: Array, part: int, parts: int
+) -> None:
+    """What queries with these heads and sizes meet the rows with; with scales, these are a column before the head."""
+    level0, level1, level2 = levels
+    queries, width = head.shape
+    first = 1 if len(scales) else 0
+    wide = np.zeros(max(width + first, CUTS[-1]))
+    for query in range(queries * part // parts, queries * (part + 1) // parts):
+        square = 0.0
+        for column in range(width):
+            value = head[query, column]
+            wide[first + column] = value
+            fine[query, column] = value
+            square += value * value
+        if first:
+            wide[0] = scales[query]
+        size = sizes[query]
+        # As _tail and _levels have it.
+        tail = (np.sqrt(max(size * size - square, 0.0)) + 1e-7 * size) * (1 + 1e-6) + 1e-30
+        fine[query, width] = tail
+        fine[query, width + 1] = slack
+        square = tail * tail
+        for column in range(len(wide) - 1, -1, -1):
+            if column == CUTS[2] - 1:
+                level2[query, WIDTH2] = np.sqrt(square) * (1 + 1e-6) + 1e-30
+            elif column == CUTS[1] - 1:
+                level1[query, WIDTH1] = np.sqrt(square) * (1 + 1e-6) + 1e-30
+            elif column == CUTS[0] - 1:
+                level0[query, WIDTH0] = np.sqrt(square) * (1 + 1e-6) + 1e-30
+            value = wide[column]
+            square += value * value
+            if column < CUTS[0]:
+                level0[query, column] = value
+            elif column < CUTS[1]:
+                level1[query, column - CUTS[0]] = value
+            elif column < CUTS[2]:
+                level2[query, column - CUTS[1]] = value
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def grown(values: Array, room: int) -> Array:
+    """The same values with more room."""
+    larger = np.empty(room, values.dtype)
+    larger[: len(values)] = values
+    return larger
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def put(heap: Array, value: float) -> None:
+    """Put a value in the place of the smallest, which comes first."""
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= len(heap):
+            break
+        if child + 1 < len(heap) and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= value:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = value
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def product(row: Array, query: Array) -> float:
+    """In fp64."""
+    total = 0.0
+    for at in range(len(row)):
+        total += np.float64(row[at]) * np.float64(query[at])
+    return total
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def seeded(
+    levels: Arrays, numbers: Array, sizes: Array, asked: Arrays, near: Arrays, thresholds: Array, which: Array, k: int,
+    seeds: int, slack: float,
+) -> int:  # fmt: skip
+    """Raise the thresholds to what k of the first rows surely reach, those with the best bounds; how many products."""
+    keys, slots, queries, scales, caps, least = near
+    some = k + max(k // 4, 2)
+    best = np.empty(some, np.float32)
+    lowest = np.empty(k, np.float32)
+    bounds = np.empty(seeds, np.float32)
+    scored = 0
+    for query in range(len(which)):
+        best[:] = -np.inf
+        for block in range(seeds // LANES):
+            bounds_into(levels, asked, block, query, bounds, block * LANES)
+        for row in range(seeds):
+            if bounds[row] > best[0]:
+                put(best, bounds[row])
+        lowest[:] = -np.inf
+        asking = which[query]
+        for row in range(seeds):
+            if bounds[row] >= best[0]:
+                slot = slots[numbers[row]]
+                if slot >= 0:
+                    scored += 1
+                    value = product(keys[slot], queries[asking]) * scales[asking]
+                    low = np.float32(min(value - slack * sizes[row] - least[asking], caps[asking]))
+                    if low > lowest[0]:
+                        put(lowest, low)
+        thresholds[query] = max(thresholds[query], lowest[0])
+    return scored
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def cascade(
+    levels: Arrays, fine: Array, numbers: Array, rows: Array, sizes: Array, ascending: Array, weights: Array,
+    offsets: Array, asked: Arrays, finely: Array, added: Array, near: Arrays, every: Array, k: int, seeds: int,
+    begin: int, end: int, slack: float, spare: int, most: int, part: int, parts: int,
+) -> tuple[bool, int, int, Array, Array, Array]:  # fmt: skip
+    """The pairs of one part of the queries whose every bound reaches the threshold, each with its last bound.
+
+    Also how many were bounded and how many products were formed. False where that does not pay: where finer bounds
+    are asked for too often, or more than `most` pairs are left. Rows stand in blocks of lanes. Where a key is at hand
+    the last bound is the product, and thresholds rise to what k rows surely reach.
+    """
+    keys, slots, queries, scales, caps, least = near
+    which = np.arange(part, len(every), parts)
+    thresholds = every[part::parts].copy()
+    asked0, asked1, asked2 = asked[0][which], asked[1][which], asked[2][which]
+    finely = finely[which]
+    tried = 0
+    scored = 0
+    if seeds:
+        scored = seeded(levels, numbers, sizes, (asked0, asked1, asked2), near, thresholds, which, k, seeds, slack)
+    highest = np.full((len(which), k if len(keys) else 0), -np.inf, np.float32)
+    room = 4096
+    at_row = np.empty(room, np.int64)
+    at_query = np.empty(room, np.int64)
+    bounds = np.empty(room, np.float32)
+    count = len(sizes)
+    width = fine.shape[1] - 2
+    bits = np.empty(TILE, np.uint32)
+    passing = np.empty(TILE + 1, np.int64)
+    found, bounded, reordered = 0, 0, 0
+    reach = which  # of which there will be an order
+    coarse, middle = (levels[0],), (levels[0], levels[1])
+    for chunk in range(begin, end, CHUNK * LANES):
+        if chunk >= reordered:
+            # Queries that reach far come first, so that those that are done are left out together.
+            reordered = max(4 * chunk, FIRST)
+            reach = np.minimum(np.searchsorted(ascending, -thresholds, side="right"), end)
+            order = np.argsort(-reach)
+            reach, thresholds, which, highest = reach[order], thresholds[order], which[order], highest[order]
+            asked0, asked1, asked2, finely = asked0[order], asked1[order], asked2[order], finely[order]
+            active = len(which)
+        while active > 0 and reach[active - 1] <= chunk:
+            active -= 1
+        if active == 0:
+            break
+        coarsely, moderately, closely = (asked0,), (asked0, asked1), (asked0, asked1, asked2)
+        for tile in range(0, active, TILE):
+            some = min(TILE, active - tile)
+            for block in range(chunk // LANES, min(chunk // LANES + CHUNK, (reach[tile] + LANES - 1) // LANES)):
+                start = block * LANES
+                extra = np.float32(slack * sizes[start])
+                bounded += some * LANES
+                if tried > spare // parts + bounded // 8:
+                    return False, bounded, scored, at_row[:0], at_query[:0], bounds[:0]
+                # No branches here: which queries pass is hard to guess.
+                for at in range(some):
+                    bits[at] = reaching(coarse, coarsely, block, tile + at, thresholds[tile + at] - extra)
+                left = 0
+                for at in range(some):
+                    passing[left] = tile + at
+                    left += bits[at] != 0
+                many, left = left, 0
+                for at in range(many):
+                    query = passing[at]
+                    passing[left] = query
+                    left += reaching(middle, moderately, block, query, thresholds[query] - extra) != 0
+                whole = np.uint32(0xFFFFFFFF) if start + LANES <= count else np.uint32((1 << (count - start)) - 1)
+                for at in range(left):
+                    query = passing[at]
+                    reached = reaching(levels, closely, block, query, thresholds[query] - extra) & whole
+                    while reached:
+                        place = start + lowest_bit(reached)
+                        reached &= reached - np.uint32(1)
+                        row = rows[place] if len(rows) else place
+                        weight = weights[place] if len(weights) else ONE
+                        value = NONE
+                        if len(weights):
+                            for column in range(width):
+                                value += fine[row, column] * finely[query, column]
+                            value = weight * value + abs(weight) * fine[row, width] * finely[query, width]
+                            value += np.float32(slack) * sizes[place]
+                        else:
+                            for column in range(width + 2):
+                                value += fine[row, column] * finely[query, column]
+                        offset = offsets[place] * added[which[query]] if len(offsets) else NONE
+                        value += offset
+                        tried += 1
+                        if value < thresholds[query]:
+                            continue
+                        slot = slots[numbers[row]] if len(keys) else -1
+                        if slot >= 0:
+                            asking = which[query]
+                            tried += COST
+                            scored += 1
+                            exact = product(keys[slot], queries[asking]) * scales[asking] * weight + offset
+                            low = np.float32(min(exact - slack * sizes[place] - least[asking], caps[asking]))
+                            if low > highest[query, 0]:
+                                put(highest[query], low)
+                                if highest[query, 0] > thresholds[query]:
+                                    thresholds[query] = highest[query, 0]
+                            value = np.float32(exact + slack * sizes[place])
+                            if value < thresholds[query]:
+                                continue
+                        if found == 1 + 2 * most // parts:
+                            return False, bounded, scored, at_row[:0], at_query[:0], bounds[:0]
+                        if found == room:
+                            room *= 4
+                            at_row, at_query, bounds = grown(at_row, room), grown(at_query, room), grown(bounds, room)
+                        at_row[found] = place
+                        at_query[found] = which[query]
+                        bounds[found] = value
+                        found += 1
+    left = 0
+    last = np.empty(len(every), np.float32)
+    last[which] = thresholds
+    for pair in range(found):
+        if bounds[pair] >= last[at_query[pair]]:
+            at_row[left], at_query[left], bounds[left] = at_row[pair], at_query[pair], bounds[pair]
+            left += 1
+    return True, bounded, scored, at_row[:left].copy(), at_query[:left].copy(), bounds[:left].copy()

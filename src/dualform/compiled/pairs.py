@@ -1,0 +1,85 @@
+"""Loops over pairs of rows and queries."""
+
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+from numba import types
+
+Array = np.ndarray[Any, Any]
+GROUP = 16
+
+
+# ssize_t pread(int descriptor, void *to, size_t bytes, off_t from)
+_pread = types.ExternalFunction("pread", types.intp(types.intc, types.intp, types.uintp, types.int64))
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def read_rows(descriptor: int, places: Array, rows: Array) -> bool:
+    """Fill every row with the bytes of a file from its place on; False where they could not all be read."""
+    width = rows.shape[1]
+    for row in range(len(places)):
+        if _pread(descriptor, rows[row].ctypes.data, width, places[row]) != width:
+            break
+    else:
+        return True
+    return False
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def above(bounds: Array, thresholds: Array, part: int, parts: int) -> tuple[Array, Array]:
+    """The rows and columns where a bound is not below its column's threshold, in one part of the rows."""
+    rows, columns = bounds.shape
+    begin, end = rows * part // parts, rows * (part + 1) // parts
+    # Room for every pair, of which only what is written to is ever backed by memory.
+    at_row = np.empty((end - begin) * columns, np.int64)
+    at_column = np.empty((end - begin) * columns, np.int64)
+    at = 0
+    for row in range(begin, end):
+        for first in range(0, columns, GROUP):
+            last = min(first + GROUP, columns)
+            some = 0
+            for column in range(first, last):
+                some += bounds[row, column] >= thresholds[column]
+            if some:
+                for column in range(first, last):
+                    if bounds[row, column] >= thresholds[column]:
+                        at_row[at] = row
+                        at_column[at] = column
+                        at += 1
+    return at_row[:at].copy(), at_column[:at].copy()
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def products(rows: Array, queries: Array, at_row: Array, at_query: Array, result: Array, part: int, parts: int) -> None:
+    """The product of every pair of one part, summed in fp64."""
+    width = rows.shape[1]
+    pairs = len(at_row)
+    for pair in range(pairs * part // parts, pairs * (part + 1) // parts):
+        row = rows[at_row[pair]]
+        query = queries[at_query[pair]]
+        total = 0.0
+        for at in range(width):
+            total += np.float64(row[at]) * np.float64(query[at])
+        result[pair] = total
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def rounded(
+    near: Array, row_norms: Array, query_norms: Array, at_row: Array, at_query: Array, error: float, tiny: float,
+    result: Array, unsure: Array,
+) -> int:  # fmt: skip
+    """Products rounded to fp32, and which of them an error of that size could round otherwise; how many."""
+    count = 0
+    for pair in range(len(near)):
+        value = near[pair] + 0.0
+        wide = error * query_norms[at_query[pair]] * row_norms[at_row[pair]] + tiny
+        result[pair] = value
+        other = np.float32(value - wide) != np.float32(value + wide) or not np.isfinite(value)
+        unsure[pair] = other
+        count += other
+    return count
