@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import hypothesis
@@ -16,6 +17,7 @@ import dualform
 from dualform import compiled, fast
 from dualform.fast import LANES
 from dualform.queries import best, cascade, examples, pairs, search
+from dualform.queries import shadow as shadows
 from dualform.queries.best import best_events, suits
 from dualform.queries.pairs import pair_products
 from dualform.queries.reducers import Top, TopWithin
@@ -138,15 +140,24 @@ def always() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def loops(module: ModuleType | None) -> Iterator[None]:
+    """These compiled loops, or none."""
+    with ExitStack() as stack:
+        for user in (cascade, shadows, best):
+            stack.enter_context(mock.patch.object(user, "compiled", return_value=module))
+        yield
+
+
 def same(attention, k: int, order: str, grouping: Grouping | None = None) -> bool:
     """The index and the scan say the same, bit for bit; whether the index answered."""
     focus, scorer = attention._focus, attention._scorer
     if not suits(focus.memory, focus.weight, focus.queries, k):
         return False
     question = (focus.memory, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
-    with mock.patch.object(cascade, "compiled", return_value=None):
+    with loops(None):
         found = best_events(*question)
-    with mock.patch.object(cascade, "compiled", return_value=compiled):
+    with loops(compiled):
         also = best_events(*question)
     answers = [one for one in (found, also) if one is not None]
     if not answers:

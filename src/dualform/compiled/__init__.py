@@ -2,5 +2,6 @@
 
 from dualform.compiled.cascading import ask, cascade
 from dualform.compiled.pairs import above, products, read_rows, rounded
+from dualform.compiled.picking import pick
 
-__all__ = ["above", "ask", "cascade", "products", "read_rows", "rounded"]
+__all__ = ["above", "ask", "cascade", "pick", "products", "read_rows", "rounded"]

@@ -13,6 +13,7 @@ Arrays = tuple[Array, ...]
 WIDTH0, WIDTH1, WIDTH2 = (stop - start for start, stop in SPANS)
 CHUNK, TILE = 8, 128  # blocks and queries that stay near while they meet
 FIRST = 8192  # rows after which queries are ordered anew, and after four times as many
+MOST = 3.4028e38  # below what fp32 rounds to infinity
 COST = 10  # fine bounds that a product costs
 # Counting in floats is what the compiler turns into few instructions.
 NONE, ONE = np.float32(0.0), np.float32(1.0)
@@ -21,17 +22,18 @@ NONE, ONE = np.float32(0.0), np.float32(1.0)
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def ask(
-    head: Array, sizes: Array, scales: Array, slack: float, levels: Arrays, fine: Array, part: int, parts: int
-) -> None:
-    """What queries with these heads and sizes meet the rows with; with scales, these are a column before the head."""
+    head: Array, sizes: Array, scales: Array, extended: bool, slack: float, levels: Arrays, fine: Array, part: int,
+    parts: int,
+) -> None:  # fmt: skip
+    """What queries meet the rows with: heads times scales, which have these sizes; the scales may be a column too."""
     level0, level1, level2 = levels
-    queries, width = head.shape
-    first = 1 if len(scales) else 0
+    queries, width = len(head), fine.shape[1] - 2
+    first = 1 if extended else 0
     wide = np.zeros(max(width + first, CUTS[-1]))
     for query in range(queries * part // parts, queries * (part + 1) // parts):
         square = 0.0
         for column in range(width):
-            value = head[query, column]
+            value = head[query, column] * scales[query]
             wide[first + column] = value
             fine[query, column] = value
             square += value * value
@@ -97,14 +99,27 @@ def product(row: Array, query: Array) -> float:
     return total
 
 
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def surely(score: float, size: float, scale: float, norm: float, key_scale: float, slack: float) -> float:
+    """Below what a row surely reaches, and not by rounding: rows that stay below that have a smaller score in fp32.
+
+    Unless both are infinite there, or nearly nothing.
+    """
+    least = 3e-45 * (1 / scale + 1 / key_scale) / norm
+    return np.float32(min(score - slack * size - least, MOST / scale / norm, MOST))
+
+
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
 @no_type_check
 def seeded(
-    levels: Arrays, numbers: Array, sizes: Array, asked: Arrays, near: Arrays, thresholds: Array, which: Array, k: int,
+    levels: Arrays, numbers: Array, sizes: Array, asked: Arrays, near: Arrays, units: tuple[float, ...],
+    thresholds: Array, which: Array, k: int,
     seeds: int, slack: float,
 ) -> int:  # fmt: skip
     """Raise the thresholds to what k of the first rows surely reach, those with the best bounds; how many products."""
-    keys, slots, queries, scales, caps, least = near
+    keys, slots, queries, norms = near
+    sign, scale, key_scale = units
     some = k + max(k // 4, 2)
     best = np.empty(some, np.float32)
     lowest = np.empty(k, np.float32)
@@ -124,8 +139,8 @@ def seeded(
                 slot = slots[numbers[row]]
                 if slot >= 0:
                     scored += 1
-                    value = product(keys[slot], queries[asking]) * scales[asking]
-                    low = np.float32(min(value - slack * sizes[row] - least[asking], caps[asking]))
+                    score = product(keys[slot], queries[asking]) * sign / key_scale / norms[asking]
+                    low = surely(score, sizes[row], scale, norms[asking], key_scale, slack)
                     if low > lowest[0]:
                         put(lowest, low)
         thresholds[query] = max(thresholds[query], lowest[0])
@@ -136,8 +151,8 @@ def seeded(
 @no_type_check
 def cascade(
     levels: Arrays, fine: Array, numbers: Array, rows: Array, sizes: Array, ascending: Array, weights: Array,
-    offsets: Array, asked: Arrays, finely: Array, added: Array, near: Arrays, every: Array, k: int, seeds: int,
-    begin: int, end: int, slack: float, spare: int, most: int, part: int, parts: int,
+    offsets: Array, asked: Arrays, finely: Array, added: Array, near: Arrays, units: tuple[float, ...], every: Array,
+    k: int, seeds: int, begin: int, end: int, slack: float, spare: int, most: int, part: int, parts: int,
 ) -> tuple[bool, int, int, Array, Array, Array]:  # fmt: skip
     """The pairs of one part of the queries whose every bound reaches the threshold, each with its last bound.
 
@@ -145,7 +160,8 @@ def cascade(
     are asked for too often, or more than `most` pairs are left. Rows stand in blocks of lanes. Where a key is at hand
     the last bound is the product, and thresholds rise to what k rows surely reach.
     """
-    keys, slots, queries, scales, caps, least = near
+    keys, slots, queries, norms = near
+    sign, scale, key_scale = units
     which = np.arange(part, len(every), parts)
     thresholds = every[part::parts].copy()
     asked0, asked1, asked2 = asked[0][which], asked[1][which], asked[2][which]
@@ -153,7 +169,9 @@ def cascade(
     tried = 0
     scored = 0
     if seeds:
-        scored = seeded(levels, numbers, sizes, (asked0, asked1, asked2), near, thresholds, which, k, seeds, slack)
+        scored = seeded(
+            levels, numbers, sizes, (asked0, asked1, asked2), near, units, thresholds, which, k, seeds, slack
+        )
     highest = np.full((len(which), k if len(keys) else 0), -np.inf, np.float32)
     room = 4096
     at_row = np.empty(room, np.int64)
@@ -228,13 +246,14 @@ def cascade(
                             asking = which[query]
                             tried += COST
                             scored += 1
-                            exact = product(keys[slot], queries[asking]) * scales[asking] * weight + offset
-                            low = np.float32(min(exact - slack * sizes[place] - least[asking], caps[asking]))
+                            score = product(keys[slot], queries[asking]) * sign / key_scale / norms[asking]
+                            score = score * weight + offset
+                            low = surely(score, sizes[place], scale, norms[asking], key_scale, slack)
                             if low > highest[query, 0]:
                                 put(highest[query], low)
                                 if highest[query, 0] > thresholds[query]:
                                     thresholds[query] = highest[query, 0]
-                            value = np.float32(exact + slack * sizes[place])
+                            value = np.float32(score + slack * sizes[place])
                             if value < thresholds[query]:
                                 continue
                         if found == 1 + 2 * most // parts:

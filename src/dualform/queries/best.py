@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dualform.fast import alone
+from dualform.fast import alone, compiled
 from dualform.memory import StoredMemory
 from dualform.queries.found import Found
 from dualform.queries.index import Index, index_of
 from dualform.queries.pairs import in_order, ranks
-from dualform.queries.reducers import NOTHING, Top
+from dualform.queries.reducers import NOTHING, ORDERS, Top
 from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
 from dualform.queries.search import Exact, Search
@@ -25,6 +26,7 @@ from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, b
 FEW = 4096  # keys below which a plain scan is as good
 ODD = 1024  # ids with NaN or infinity that are scored for every query
 AT_ONCE = 1024  # queries
+SORTED = 1024  # of the best, above which sorting is better than putting each in its place
 DIRECTIONS = 16  # different ones, above which a scan answers
 
 
@@ -196,7 +198,7 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
 def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
     """Search by bounds; False where they do not pay."""
     for sign in _signs(order, weighing.magnitude):
-        search = Search(queries, found, sign, weighing.extended)
+        search = Search(queries, weighing.norms[which], found, sign, weighing.extended)
         exact = _exact(weighing, which, order)
         if not all(view is not None and search.run(view, exact, weighing.hot) for view in weighing.views(events)):
             return False
@@ -237,10 +239,29 @@ def _picked(
         at_query = torch.cat([at_query, torch.arange(len(which)).repeat_interleave(len(odd))])
         scores = torch.cat([scores, weighing.odd_scores(odd, which).reshape(-1)])
     events, of = weighing.events_of(ids)
-    at_query, scores = at_query[of], scores[of]
+    if of is not None:
+        at_query, scores = at_query[of], scores[of]
     if chosen is not None:
         kept = chosen[events]
         events, at_query, scores = events[kept], at_query[kept], scores[kept]
+    block = table.block
+    columns = (block.events, block.examples, block.steps, block.positions, block.uses)
+    result = torch.full((len(which), found.k), torch.nan)
+    numbers = torch.full((len(which), found.k, len(Top.FIELDS)), NOTHING)
+    fast = compiled(len(events)) if found.k <= SORTED else None
+    if fast is None:
+        nan = _pick(at_query, events, scores, order, columns, result, numbers)
+    else:
+        pairs = at_query.numpy(), events.numpy(), scores.numpy(), ORDERS.index(order)
+        nan = fast.pick(*pairs, tuple(column.numpy() for column in columns), result.numpy(), numbers.numpy())
+    return Best(result, numbers, found.scored, found.bounded, nan, int(found.flat))
+
+
+def _pick(
+    at_query: Tensor, events: Tensor, scores: Tensor, order: str, columns: Sequence[Tensor], result: Tensor,
+    numbers: Tensor,
+) -> int:  # fmt: skip
+    """Fill in the best of every query: by score, then event, each event once; how many scores are NaN."""
     nan = int(scores.isnan().sum())
     if nan:
         kept = ~scores.isnan()
@@ -249,13 +270,8 @@ def _picked(
     once = torch.ones_like(by, dtype=torch.bool)
     once[1:] = (at_query[by].diff() != 0) | (events[by].diff() != 0)
     by = by[once]
-    rank = ranks(at_query[by], len(which))
-    best = by[rank < found.k]
-    events, at_query, rank, scores = events[best], at_query[best], rank[rank < found.k], scores[best]
-    result = torch.full((len(which), found.k), torch.nan)
-    result[at_query, rank] = scores
-    numbers = torch.full((len(which), found.k, len(Top.FIELDS)), NOTHING)
-    block = table.block
-    columns = (block.events, block.examples, block.steps, block.positions, block.uses)
-    numbers[at_query, rank] = torch.stack([column[events] for column in columns], dim=1)
-    return Best(result, numbers, found.scored, found.bounded, nan, int(found.flat))
+    rank = ranks(at_query[by], len(result))
+    best, rank = by[rank < result.shape[1]], rank[rank < result.shape[1]]
+    result[at_query[best], rank] = scores[best]
+    numbers[at_query[best], rank] = torch.stack([column[events[best]] for column in columns], dim=1)
+    return nan

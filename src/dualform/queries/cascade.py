@@ -39,30 +39,27 @@ class Survivors:
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """Keys that are at hand, the queries they are multiplied with, and what a product is worth in a view's units.
+    """Keys that are at hand, the queries they are multiplied with, and the units of a view.
 
-    A product that reaches `caps` rounds to infinity, and so may others; `least` is what underflow can lose.
+    A score is a product times `sign`, over `key_scale` and the query's norm; the view's own is over `scale`.
     """
 
     keys: Float32[Tensor, "some dim_in"]
     slots: Int32[Tensor, " keys"]
     queries: Float32[Tensor, "queries dim_in"]
-    scales: Float64[Tensor, " queries"]
-    caps: Float32[Tensor, " queries"]
-    least: Float64[Tensor, " queries"]
+    norms: Float64[Tensor, " queries"]
+    sign: float = 1.0
+    scale: float = 1.0
+    key_scale: float = 1.0
 
     @classmethod
     def none(cls) -> Near:
         """Nothing at hand."""
-        small, wide = torch.empty(0), torch.empty(0, dtype=torch.float64)
-        return cls(small[:, None], torch.empty(0, dtype=torch.int32), small[:, None], wide, small, wide)
+        nothing = torch.empty(0, 0)
+        return cls(nothing, torch.empty(0, dtype=torch.int32), nothing, torch.empty(0, dtype=torch.float64))
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def has(self, numbers: Int64[Tensor, " keys"]) -> bool:
-        """Whether all of some keys are at hand."""
-        return len(self) > 0 and bool((self.slots[numbers] >= 0).all())
 
 
 def has_loop() -> bool:
@@ -110,14 +107,11 @@ def _compiled(
     """By the compiled loop, of which every thread takes some of the queries."""
     fast = compiled(0)
     assert fast is not None
+    added = view.sizes[:0] if asked.offsets is None else asked.offsets
     parts = in_parts(
         fast.cascade, min(work // PART, len(thresholds) // FEW, 2 * threads()), _arrays(view.levels(far)),
-        *(part.numpy() for part in (
-            view.shadow.fine, view.shadow.numbers, _or(view.rows, torch.int64), view.sizes, view.ascending,
-            _or(view.weights), _or(view.offsets),
-        )),
-        _arrays(asked.levels), asked.fine.numpy(), _or(asked.offsets).numpy(),
-        _arrays((near.keys, near.slots, near.queries, near.scales, near.caps, near.least)),
+        *view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
+        _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
         thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
     )  # fmt: skip
     paid, bounded, scored, *pairs = zip(*parts, strict=True)
@@ -127,10 +121,6 @@ def _compiled(
 
 def _arrays(tensors: Iterable[Tensor]) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
     return tuple(tensor.numpy() for tensor in tensors)
-
-
-def _or(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(0, dtype=dtype) if tensor is None else tensor
 
 
 def _uncompiled(view: View, asked: Asked, thresholds: Tensor, reach: Tensor, start: int, spare: int) -> Survivors:

@@ -17,6 +17,7 @@ from dualform.queries.pairs import pair_products, ranks
 from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, Scorer
 from dualform.queries.search import Search
+from dualform.queries.shadow import row_norms
 from dualform.queries.sums import ExampleSums, example_sums
 from dualform.queries.views import View
 
@@ -74,7 +75,7 @@ def _search(found: Found, view: View, sums: ExampleSums, queries: Tensor, order:
             scores = _exact(sums, queries, ids, at_query)
             return scores.abs() if order == "absolute" else scores * sign
 
-        if not Search(queries, found, sign).run(view, exact):
+        if not Search(queries, row_norms(queries), found, sign).run(view, exact):
             return False
     return True
 

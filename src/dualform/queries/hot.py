@@ -32,6 +32,7 @@ class HotKeys:
         self._norms = torch.empty(0, dtype=torch.float64)
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._fixed = self._filled = 0
+        self.complete = True  # whether all that was to stay at hand does
 
     def fix(self, numbers: Int64[Tensor, " keys"], keys: Float[Tensor, "keys dim_in"]) -> None:
         """Keep some keys at hand for good, as far as half of the room goes."""
@@ -39,6 +40,9 @@ class HotKeys:
         if some and (self._filled == 0 or keys.dtype == self._keys.dtype):
             self._hold(numbers[:some], keys[:some])
             self._fixed = self._filled
+        else:
+            some = 0
+        self.complete &= some == len(numbers)
 
     def at_hand(self) -> tuple[Float[Tensor, "some dim_in"], Int32[Tensor, " keys"]]:
         """The keys that are at hand, and by a key's number where among them it is, or −1; valid as long as it is held.

@@ -19,7 +19,7 @@ from dualform.queries.cascade import Near, Survivors, has_loop, survivors
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
 from dualform.queries.pairs import by_query, ranks
-from dualform.queries.shadow import TINY, Asked, row_norms, some_at_a_time
+from dualform.queries.shadow import TINY, Asked, some_at_a_time
 from dualform.queries.views import View
 
 SEED = 1024  # rows that give the first thresholds
@@ -30,7 +30,7 @@ FEW = 64  # pairs that are scored at once
 # flat scan beside its pairs.
 SCORE, READ, SCANNED = 10, 150, 20
 FREE = 1 << 18  # pairs of a flat scan that are not worth a thought
-LOWEST = 1 << 21  # scores that are held while thresholds rise
+HELD = 1 << 21  # scores that are held while thresholds rise
 LARGEST = 3.4028235677973366e38  # what fp32 rounds to infinity from here on
 
 Exact = Callable[[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]], Float[Tensor, " pairs"]]
@@ -40,12 +40,16 @@ class Search:
     """One search of some queries over views, of which each narrows what the next ones have to look at."""
 
     def __init__(
-        self, queries: Float[Tensor, "queries dim_in"], found: Found, sign: float = 1.0, extended: bool = False
+        self,
+        queries: Float[Tensor, "queries dim_in"],
+        norms: Float64[Tensor, " queries"],
+        found: Found,
+        sign: float = 1.0,
+        extended: bool = False,
     ) -> None:
-        norms = row_norms(queries)
-        self._queries = queries
+        self._queries, self._sign, self._extended = queries, sign, extended
         self._norms = torch.hypot(norms, torch.ones_like(norms)) if extended else norms
-        self._scales, self._sizes, self._extended = sign / self._norms, norms / self._norms, extended
+        self._scales, self._sizes = sign / self._norms, norms / self._norms
         self.found = found
 
     def run(self, view: View, exact: Exact, hot: HotKeys | None = None) -> bool:
@@ -70,7 +74,8 @@ class Search:
         asked = Asked.of(view.shadow, self._queries, self._scales, self._sizes, self._extended)
         near = self._near(view, hot)
         seeds = min(max(SEED, 8 * k), len(view)) // LANES * LANES
-        if view.rows is not None or seeds < 2 * k or not near.has(view.shadow.numbers[:seeds]):
+        whole = hot is not None and hot.complete and seeds <= len(view.shadow.front)
+        if not (whole and len(near) and view.rows is None and seeds >= 2 * k):
             seeds = 0
             self.found.raise_to(self._seed(view, asked, exact))
         # Many queries meet the first rows alone: what is found there spares most of the work on the others.
@@ -87,14 +92,12 @@ class Search:
     def _near(self, view: View, hot: HotKeys | None) -> Near:
         """What is at hand for the compiled loop: products of fp32 numbers that cannot leave their range."""
         usual = self._queries.dtype == torch.float32 and self._queries.is_contiguous()
-        if hot is None or not usual or not has_loop() or self.found.k * len(self._queries) > LOWEST:
+        if hot is None or not usual or not has_loop() or self.found.k * len(self._queries) > HELD:
             return Near.none()
         keys, slots = hot.at_hand()
         if keys.dtype != torch.float32 or view.shadow.scale * float(self._norms.max()) > 1e38:
             return Near.none()
-        caps = (LARGEST * (1 - 1e-6) / view.scale / self._norms).clamp_max(LARGEST * (1 - 1e-6)).float()
-        least = 3e-45 * (1 / view.scale + 1 / view.shadow.scale) / self._norms
-        return Near(keys, slots, self._queries, self._scales / view.shadow.scale, caps, least)
+        return Near(keys, slots, self._queries, self._norms, self._sign, view.scale, view.shadow.scale)
 
     def _seed(self, view: View, asked: Asked, exact: Exact) -> Float64[Tensor, " queries"]:
         """Scores that k rows surely have: the exact ones of the rows with the best bounds among the first."""
@@ -126,9 +129,10 @@ class Search:
 
     def _scaled(self, view: View) -> Float32[Tensor, " queries"]:
         """The thresholds in the units of a view, surely not too high: what fp32 rounds up to them passes."""
-        exactly = self.found.thresholds.clamp(-LARGEST, LARGEST) - 1.5e-45
-        scaled = exactly / view.scale / self._norms
-        return (scaled - 1e-6 * scaled.abs() - TINY).float()
+        exactly = np.clip(self.found.thresholds.numpy(), -LARGEST, LARGEST) - 1.5e-45
+        with np.errstate(over="ignore"):
+            scaled = exactly / view.scale / self._norms.numpy()
+            return torch.from_numpy((scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32))
 
     def _worth(self, view: View) -> int:
         """What scoring one by one may cost: half of a flat scan."""

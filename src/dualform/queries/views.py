@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
@@ -46,6 +48,14 @@ class View:
     def ascending(self) -> Float32[Tensor, " rows"]:
         """The sizes negated, as a search for a threshold needs them."""
         return -self.sizes
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
+        """What the compiled loop reads beside the levels; empty where there is nothing of that kind."""
+        rows = torch.empty(0, dtype=torch.int64) if self.rows is None else self.rows
+        weights, offsets = (self.sizes[:0] if part is None else part for part in (self.weights, self.offsets))
+        parts = self.shadow.fine, self.shadow.numbers, rows, self.sizes, self.ascending, weights, offsets
+        return tuple(part.numpy() for part in parts)
 
     @classmethod
     def of(cls, shadow: Shadow, chosen: Bool[Tensor, " rows"] | None = None) -> View:

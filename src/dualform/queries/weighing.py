@@ -33,6 +33,7 @@ class Weighing(Protocol):
     extended: bool  # whether the rows are [w x, b] and the queries [q, 1]
     magnitude: bool  # whether scores are magnitudes
     hot: HotKeys  # of which the scores are made
+    norms: Float64[Tensor, " queries"]  # of the queries
 
     def views(self, events: Events) -> Iterator[View | None]:
         """The rows of the chosen events, all by default; None for those of which no bound can be trusted."""
@@ -49,8 +50,8 @@ class Weighing(Protocol):
     def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
         """The exact scores of odd ids with some queries."""
 
-    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
-        """The events that ids stand for, and which of the ids each belongs to."""
+    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"] | None]:
+        """The events that ids stand for, and which of the ids each belongs to; None where they are the same."""
 
 
 class ByScore:
@@ -63,8 +64,7 @@ class ByScore:
     ) -> None:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
         self._table = index.table(weight)
-        self._norms = row_norms(queries)
-        self.hot = index.hot(weight)
+        self.norms, self.hot = row_norms(queries), index.hot(weight)
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
         return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
@@ -88,7 +88,7 @@ class ByScore:
         found = self.hot.get(ids)
         if found is not None:
             keys, place, norms = found
-            return pair_scores(keys, self._queries, place, at_query, norms, self._norms)
+            return pair_scores(keys, self._queries, place, at_query, norms, self.norms)
         # More keys than there is room for at once: half of them, and then the others.
         result = torch.empty(len(ids))
         for half in ids.argsort().tensor_split(2):
@@ -98,8 +98,8 @@ class ByScore:
     def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
         return scores(self._memory.keys(self._weight, ids), self._queries[queries])
 
-    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
-        return self._table.events_of(ids)
+    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"] | None]:
+        return (ids, None) if self._table.keys is None else self._table.events_of(ids)
 
 
 class ByContribution:
@@ -117,7 +117,8 @@ class ByContribution:
         magnitude: bool,
     ) -> None:
         self.extended, self.magnitude = not magnitude, magnitude
-        self._by_score, self._combine, self.hot = by_score, combine, by_score.hot
+        self._by_score, self._combine = by_score, combine
+        self.hot, self.norms = by_score.hot, by_score.norms
         self._index, self._question, self._weight = index, question, weight
         table = index.table(weight)
         self._weights, self._offsets = weights, offsets
@@ -156,8 +157,8 @@ class ByContribution:
     def scan(self, found: Found, queries: Ids, events: Events, order: str, exact: Exact) -> bool:
         return False
 
-    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
-        return ids, torch.arange(len(ids))
+    def events_of(self, ids: Ids) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"] | None]:
+        return ids, None
 
 
 def by_direction(
