@@ -1,11 +1,12 @@
-"""The flat scan: every key is read, in its own precision, and only what may be among the best is scored exactly.
+"""The flat scan: every key is read, and only what may be among the best is scored exactly.
 
-For keys that no bound tells apart. The error of a product in the keys' own precision is inside the comparison.
+For keys that no bound tells apart. The error of a product is inside the comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
@@ -13,22 +14,39 @@ from torch import Tensor
 
 from dualform.queries.found import Found
 from dualform.queries.pairs import above
-from dualform.queries.score import pair_scores
 from dualform.queries.search import Exact
 
 TILE = 1 << 19  # products that are computed at a time, few enough to stay in the cache
 JOINED = 1 << 22  # the same for few queries, whose products are little beside the keys
 FEW = 16  # queries
 SAMPLE = 4096  # rows that give a first threshold
+MANY_LEFT = 1 << 20  # pairs that are held before those that are ruled out meanwhile are let go
 MANY = 16  # times k candidates of a query, above which a better threshold pays
 RANGE = 1e36  # products up to here are far from overflow in fp32, and sums of them too
 
 Tiles = Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]  # the number of the first key, and the keys from there on
 
 
+@dataclass(frozen=True)
+class Products:
+    """Products of keys from a number on with all queries, nearly.
+
+    `error` is not below the largest of a product with a query of norm 1.
+    """
+
+    first: int
+    values: Float[Tensor, "rows queries"]
+    error: float
+
+
+def at_a_time(queries: int) -> int:
+    """How many keys are multiplied with so many queries at a time."""
+    return max((JOINED if queries <= FEW else TILE) // queries, 256)
+
+
 def scan(
     found: Found,
-    tiles: Tiles,
+    products: Iterator[Products],
     queries: Float[Tensor, "queries dim_in"],
     norms: Float32[Tensor, " keys"],
     chosen: Bool[Tensor, " keys"] | None,
@@ -48,37 +66,75 @@ def scan(
         norms = norms.where(chosen, 0.0)
     if float(sizes.max()) * float(norms.max() if len(norms) else 0.0) > RANGE:
         return False
-    for first, products, keys in _products(tiles, queries):
-        here = slice(first, first + len(products))
-        found.bounded += products.numel()
-        ranks = products if order == "largest" else products.neg_() if order == "smallest" else products.abs_()
+    near, left = Found(found.k, found.queries), Left()
+    near.raise_to(found.thresholds)
+    for some in products:
+        here = slice(some.first, some.first + len(some.values))
+        found.bounded += some.values.numel()
+        values = some.values
+        ranks = values if order == "largest" else values.neg_() if order == "smallest" else values.abs_()
         if chosen is not None:
             ranks[~chosen[here]] = -torch.inf
-        error = (queries.shape[1] + 8) * torch.finfo(ranks.dtype).eps / 2
-        slack = error * float(norms[here].max()) * sizes + queries.shape[1] * 1e-40
-        rows, at_query = _candidates(ranks, found, slack, new=first == 0 or keys is None)
-        if len(rows):
-            found.scored += len(rows)
-            if keys is None:
-                scores = exact(rows + first, at_query)
-            else:
-                scores = pair_scores(keys, queries, rows, at_query, norms[here].double(), sizes)
-                scores = {"largest": scores, "smallest": -scores, "absolute": scores.abs()}[order]
-            found.add(at_query, rows + first, scores)
-            if found.pending >= found.k * found.queries:
-                found.settle()
+        slack = some.error * sizes + queries.shape[1] * 1e-40
+        rows, at_query = _candidates(ranks, near, slack)
+        values, slack = ranks[rows, at_query].double(), slack[at_query]
+        near.add(at_query, rows + some.first, values - slack)
+        if near.pending >= found.k * found.queries:
+            near.settle()
+        left.add(at_query, rows + some.first, values + slack, near.thresholds)
+    near.settle()
+    at_query, ids = left.result(near.thresholds)
+    found.scored += len(ids)
+    found.add(at_query, ids, exact(ids, at_query))
     return True
 
 
-def _products(
-    tiles: Tiles, queries: Float[Tensor, "queries dim_in"]
-) -> Iterator[tuple[int, Float[Tensor, "rows queries"], Float[Tensor, "rows dim_in"] | None]]:
-    """All products, those of many keys at a time, and the keys where they are at hand.
+class Left:
+    """The pairs whose score may be among the best, each with what it cannot exceed."""
 
-    Each is there until the next ones are asked for.
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._count, self._most = 0, MANY_LEFT
+
+    def add(self, at_query: Tensor, ids: Tensor, bounds: Tensor, thresholds: Float64[Tensor, " queries"]) -> None:
+        """Take in more of them; `thresholds` are what k rows surely have."""
+        self._parts.append((at_query, ids, bounds))
+        self._count += len(ids)
+        if self._count > self._most:
+            self._clear(thresholds)
+            self._most = max(2 * self._count, MANY_LEFT)
+
+    def _clear(self, thresholds: Float64[Tensor, " queries"]) -> None:
+        at_query, ids, bounds = (torch.cat(part) for part in zip(*self._parts, strict=True))
+        kept = bounds >= thresholds[at_query]
+        self._parts, self._count = [(at_query[kept], ids[kept], bounds[kept])], int(kept.sum())
+
+    def result(
+        self, thresholds: Float64[Tensor, " queries"]
+    ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
+        """The queries and ids of those that thresholds do not rule out."""
+        if not self._parts:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        self._clear(thresholds)
+        at_query, ids, _ = self._parts[0]
+        return at_query, ids
+
+
+def products_of(
+    tiles: Tiles, queries: Float[Tensor, "queries dim_in"], norms: Float32[Tensor, " keys"]
+) -> Iterator[Products]:
+    """All products, those of many keys at a time; each is there until the next ones are asked for.
+
+    `norms` are not below those of the keys, which are finite.
     """
-    most = max((JOINED if len(queries) <= FEW else TILE) // len(queries), 256)
     buffer, first, filled = torch.empty(0, len(queries)), 0, 0
+
+    def some() -> Products:
+        here = norms[first : first + filled]
+        # The last is for scores, which are rounded to fp32: rows that stay below have a smaller one.
+        units = (queries.shape[1] + 8) * torch.finfo(buffer.dtype).eps / 2 + 2.0**-22
+        return Products(first, buffer[:filled], units * float(here.where(here.isfinite(), 0.0).max()))
+
     for number, stored in tiles:
         keys = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
         asked = queries.to(keys.dtype).contiguous()
@@ -86,9 +142,9 @@ def _products(
         while at < len(keys):
             if filled == len(buffer) or keys.dtype != buffer.dtype or number + at != first + filled:
                 if filled:
-                    yield first, buffer[:filled], None
+                    yield some()
                 if keys.dtype != buffer.dtype or len(buffer) == 0:
-                    buffer = torch.empty(most, len(queries), dtype=keys.dtype)
+                    buffer = torch.empty(at_a_time(len(queries)), len(queries), dtype=keys.dtype)
                 first, filled = number + at, 0
             tile = keys[at : at + len(buffer) - filled]
             products = buffer[filled : filled + len(tile)]
@@ -98,32 +154,28 @@ def _products(
                 torch.mm(tile, asked.T, out=products)
             at, filled = at + len(tile), filled + len(tile)
             if len(queries) > FEW:
-                yield first, buffer[:filled], tile  # as long as the keys are there
+                yield some()
                 first, filled = number + at, 0
     if filled:
-        yield first, buffer[:filled], None
+        yield some()
 
 
 def _candidates(
-    ranks: Float[Tensor, "rows queries"], found: Found, slack: Float64[Tensor, " queries"], new: bool
+    ranks: Float[Tensor, "rows queries"], near: Found, slack: Float64[Tensor, " queries"]
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
-    """The pairs whose exact score may reach the threshold: that of what was found, or of some of these rows.
-
-    The latter where the rows are `new`, the first ones or very many, or where else there would be too many pairs.
-    """
-    thresholds = found.thresholds - slack
-    if new and len(ranks) > found.k:
-        thresholds = torch.maximum(thresholds, _lowest(ranks[: max(SAMPLE, 8 * found.k)], found.k, slack))
-    rows, which = above(ranks, _not_above(thresholds, ranks.dtype))
-    if len(rows) > MANY * found.k * found.queries and len(ranks) > found.k:
-        thresholds = torch.maximum(thresholds, _lowest(ranks, found.k, slack))
-        return above(ranks, _not_above(thresholds, ranks.dtype))
+    """The pairs whose exact score may reach the threshold; a better one is looked for where there would be many."""
+    if bool(near.thresholds.isinf().any()) and len(ranks) > near.k:
+        near.raise_to(_lowest(ranks[: max(SAMPLE, 8 * near.k)], near.k, slack))
+    rows, which = above(ranks, _not_above(near.thresholds - slack, ranks.dtype))
+    if len(rows) > MANY * near.k * near.queries and len(ranks) > near.k:
+        near.raise_to(_lowest(ranks, near.k, slack))
+        return above(ranks, _not_above(near.thresholds - slack, ranks.dtype))
     return rows, which
 
 
 def _lowest(ranks: Float[Tensor, "rows queries"], k: int, slack: Float64[Tensor, " queries"]) -> Tensor:
     """The k-th best of some rows, less the error: a score that k rows surely have."""
-    return ranks.topk(k, dim=0).values[-1].double() - 2 * slack
+    return ranks.topk(k, dim=0).values[-1].double() - slack
 
 
 def _not_above(thresholds: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import xxhash
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
+from dualform.queries.coarse import Coarse
 from dualform.queries.hot import HotKeys
 from dualform.queries.scorers import DirectionScorer, NormScorer
 from dualform.queries.shadow import Shadow, widened
@@ -106,6 +108,16 @@ class Index:
     def shadows(self, weight: int, progress: bool = False) -> Iterator[Shadow]:
         """The shadows of a weight's keys, one after the other; made where they are missing."""
         return (self._shadow(weight, span, progress) for span in self.spans(weight, progress))
+
+    def has_coarse(self, weight: int) -> bool:
+        """Whether there is room for all keys of a weight in bytes."""
+        return self.keys(weight) * (self._memory.manifest.weights[weight].dim_in + 8) <= self._memory.resident // 3
+
+    def coarse(self, weight: int) -> Iterator[Coarse]:
+        """All keys of a weight in bytes; made where they are missing."""
+        for span in sorted(self.spans(weight), key=lambda span: span.start):
+            key = ("coarse", weight, span)
+            yield self._memory.room.get(key, partial(self._shadows.coarse, weight, span), Coarse.size)
 
     def are_kept(self, weight: int) -> bool:
         """Whether the shadows of a weight's keys are on disk."""

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -24,12 +25,14 @@ from dualform.memory.derived import SHADOWS
 from dualform.memory.disk import disk
 from dualform.memory.files import write_sealed
 from dualform.memory.mapped import TensorFile
+from dualform.queries.coarse import Coarse
 from dualform.queries.shadow import HEAD, Shadow, build
 
 logger = logging.getLogger("dualform")
 VERSION = "5"
 ROW_BYTES = 4 * (HEAD + 2 + CUTS[-1] + len(CUTS)) + 12  # of a shadow
 BLOCK = 4096
+Kept = TypeVar("Kept", Shadow, Coarse)
 _NAME = re.compile(r"w(\d+)-(\d+)-(\d+)\.safetensors")
 
 
@@ -96,6 +99,7 @@ class Shadows:
             path,
             self._fingerprint(weight, span),
             lambda: build(lambda: ((at, sums[at]) for at in numbers), *sums.shape),
+            Shadow,
         )
 
     def _fingerprint(self, weight: int, span: Span) -> str:
@@ -110,16 +114,29 @@ class Shadows:
             self._path(weight, span),
             self._fingerprint(weight, span),
             lambda: build(lambda: self._keys(weight, span, progress), rows, dim_in, self._memory.resident // 16),
+            Shadow,
         )
         for old in self.stored(weight):
             if old != span and span.start <= old.start and old.stop <= span.stop:
                 with contextlib.suppress(OSError):
-                    disk.remove(self._path(weight, old))
+                    disk.remove(path := self._path(weight, old))
+                    disk.remove(path.with_name(f"bytes-{path.name}"))
         return shadow
 
-    def _kept(self, path: Path, fingerprint: str, make: Callable[[], Shadow]) -> Shadow:
+    def coarse(self, weight: int, span: Span) -> Coarse:
+        """The keys of a weight in some segments in bytes."""
+        rows, dim_in = self._rows(weight, span), self._memory.manifest.weights[weight].dim_in
+        path = self._path(weight, span)
+        return self._kept(
+            path.with_name(f"bytes-{path.name}"),
+            self._fingerprint(weight, span),
+            lambda: Coarse.of(lambda: self._keys(weight, span, False), rows, dim_in),
+            Coarse,
+        )
+
+    def _kept(self, path: Path, fingerprint: str, make: Callable[[], Kept], kind: type[Kept]) -> Kept:
         """A shadow from its file; made, and kept there, where the file is missing, damaged or of other keys."""
-        found = self._read(path, fingerprint)
+        found = self._read(path, fingerprint, kind)
         if found is not None:
             return found
         shadow = make()
@@ -130,9 +147,9 @@ class Shadows:
             logger.info("no shadow is kept in %s: %s", path, error)
             return shadow
         # From the file, whose pages the system can take back.
-        return self._read(path, fingerprint) or shadow
+        return self._read(path, fingerprint, kind) or shadow
 
-    def _read(self, path: Path, fingerprint: str) -> Shadow | None:
+    def _read(self, path: Path, fingerprint: str, kind: type[Kept]) -> Kept | None:
         if not path.exists():
             return None
         try:
@@ -140,7 +157,7 @@ class Shadows:
             if path not in self._files:
                 self._files[path] = TensorFile(self._memory.path, file=str(path.relative_to(self._memory.path)))
             file = self._files[path]
-            shadow = Shadow.of_tensors(file.read)
+            shadow = kind.of_tensors(file.read)
             if file.metadata.get("fingerprint") == fingerprint:
                 return shadow
         except DamagedMemory:

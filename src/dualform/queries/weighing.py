@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
-from dualform.queries.flat import scan
+from dualform.queries.flat import Products, products_of, scan
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
 from dualform.queries.index import Index
@@ -75,10 +75,14 @@ class ByScore:
 
     def scan(self, found: Found, queries: Ids, events: Events, order: str, exact: Exact) -> bool:
         """Search every key for some of the queries, in one pass over all of them."""
-        norms = self._index.norms(self._weight)
-        asked = self._queries[queries]
-        tiles = self._index.tiles(self._weight, read=len(asked) <= READ)
-        return scan(found, tiles, asked, norms, self._keys(events), order, exact)
+        index, asked, chosen = self._index, self._queries[queries], self._keys(events)
+        norms = index.norms(self._weight)
+        products: Iterator[Products]
+        if index.has_coarse(self._weight):
+            products = (one for coarse in index.coarse(self._weight) for one in coarse.products(asked))
+        else:
+            products = products_of(index.tiles(self._weight, read=len(asked) <= READ), asked, norms)
+        return scan(found, products, asked, norms, chosen, order, exact)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         odd, chosen = self._index.odd(self._weight), self._keys(events)
