@@ -27,7 +27,7 @@ def read_rows(descriptor: int, places: Array, rows: Array) -> bool:
     return False
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc"})
 @no_type_check
 def above(bounds: Array, thresholds: Array, part: int, parts: int) -> tuple[Array, Array]:
     """The rows and columns where a bound is not below its column's threshold, in one part of the rows."""
@@ -40,10 +40,10 @@ def above(bounds: Array, thresholds: Array, part: int, parts: int) -> tuple[Arra
     for row in range(begin, end):
         for first in range(0, columns, GROUP):
             last = min(first + GROUP, columns)
-            some = 0
+            some = np.float32(0.0)  # counted in floats, which takes few instructions
             for column in range(first, last):
-                some += bounds[row, column] >= thresholds[column]
-            if some:
+                some += np.float32(1.0) if bounds[row, column] >= thresholds[column] else np.float32(0.0)
+            if some > 0:
                 for column in range(first, last):
                     if bounds[row, column] >= thresholds[column]:
                         at_row[at] = row

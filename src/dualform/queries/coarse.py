@@ -79,7 +79,7 @@ class Coarse:
             here = slice(at, at + most)
             products = buffer[: len(self.bytes[here])]
             self._fill(products, asked, self.bytes[here], self.scales[here])
-            yield Products(self.first + at, products, float(self.errors[here].max()))
+            yield Products(self.first + at, products, self.errors[here])
 
     def _fill(self, products: Tensor, asked: Tensor, rows: Tensor, scales: Tensor) -> None:
         fast = compiled(rows.numel())

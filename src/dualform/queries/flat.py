@@ -16,7 +16,7 @@ from dualform.queries.found import Found
 from dualform.queries.pairs import above
 from dualform.queries.search import Exact
 
-TILE = 1 << 19  # products that are computed at a time, few enough to stay in the cache
+TILE = 1 << 20  # products that are computed at a time, few enough to stay in the cache
 JOINED = 1 << 22  # the same for few queries, whose products are little beside the keys
 FEW = 16  # queries
 SAMPLE = 4096  # rows that give a first threshold
@@ -31,12 +31,12 @@ Tiles = Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]  # the number of the 
 class Products:
     """Products of keys from a number on with all queries, nearly.
 
-    `error` is not below the largest of a product with a query of norm 1.
+    `errors` are not below those of a product with a query of norm 1.
     """
 
     first: int
     values: Float[Tensor, "rows queries"]
-    error: float
+    errors: Float32[Tensor, " rows"]
 
 
 def at_a_time(queries: int) -> int:
@@ -75,9 +75,9 @@ def scan(
         ranks = values if order == "largest" else values.neg_() if order == "smallest" else values.abs_()
         if chosen is not None:
             ranks[~chosen[here]] = -torch.inf
-        slack = some.error * sizes + queries.shape[1] * 1e-40
-        rows, at_query = _candidates(ranks, near, slack)
-        values, slack = ranks[rows, at_query].double(), slack[at_query]
+        tiny = queries.shape[1] * 1e-40
+        rows, at_query = _candidates(ranks, near, float(some.errors.max()) * sizes + tiny)
+        values, slack = ranks[rows, at_query].double(), some.errors[rows] * sizes[at_query] + tiny
         near.add(at_query, rows + some.first, values - slack)
         if near.pending >= found.k * found.queries:
             near.settle()
@@ -133,7 +133,7 @@ def products_of(
         here = norms[first : first + filled]
         # The last is for scores, which are rounded to fp32: rows that stay below have a smaller one.
         units = (queries.shape[1] + 8) * torch.finfo(buffer.dtype).eps / 2 + 2.0**-22
-        return Products(first, buffer[:filled], units * float(here.where(here.isfinite(), 0.0).max()))
+        return Products(first, buffer[:filled], units * here.where(here.isfinite(), 0.0))
 
     for number, stored in tiles:
         keys = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()

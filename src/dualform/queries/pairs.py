@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.fast import compiled, in_parts
 
 MANY = 1 << 16  # numbers for which a compiled loop pays
-WIDE = 64  # queries for which the same
+WIDE = 8  # queries for which the same
 PART = 1 << 18  # numbers for which a thread of its own pays
 CHUNK = 1 << 22  # numbers that the uncompiled way holds at a time
 
