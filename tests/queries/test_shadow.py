@@ -19,6 +19,7 @@ from dualform.fast import LANES
 from dualform.queries import best, cascade, examples, pairs, search
 from dualform.queries import shadow as shadows
 from dualform.queries.best import best_events, suits
+from dualform.queries.hot import HotKeys
 from dualform.queries.pairs import pair_products
 from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search
@@ -29,7 +30,7 @@ from dualform.queries.views import View
 
 KINDS = [
     "relu", "gaussian", "normalised", "constant", "equal norms", "one huge", "zeros", "denormal", "wide range",
-    "low rank", "repeated", "huge", "fp64 tiny",
+    "low rank", "repeated", "huge", "fp64 tiny", "whole numbers",
 ]  # fmt: skip
 
 
@@ -59,6 +60,8 @@ def rows_of(kind: str, count: int, width: int, seed: int) -> Tensor:
         x = x[torch.randint(max(count // 4, 1), (count,), generator=generator)]
     elif kind == "huge":
         x = x * 1e30
+    elif kind == "whole numbers":
+        x = x.round()  # with whole queries scores tie, whatever the norms
     elif kind == "fp64 tiny":
         x = x.double() * 1e-200
     return x
@@ -82,7 +85,8 @@ def bounds_of(shadow: Shadow, units: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 3, 40, 200])
-def test_no_score_is_above_its_bound(kind: str, width: int) -> None:
+@pytest.mark.parametrize("module", [None, compiled])
+def test_no_score_is_above_its_bound(kind: str, width: int, module: ModuleType | None) -> None:
     rows = rows_of(kind, 700, width, 1)
     near = rows_of(kind, 20, width, 1) + 0.01 * rows_of(kind, 20, width, 2)  # nearly parallel to some rows
     queries = torch.cat([rows_of("gaussian", 40, width, 3).to(rows.dtype), near]).double()
@@ -93,7 +97,9 @@ def test_no_score_is_above_its_bound(kind: str, width: int) -> None:
     exact = (rows[order].double() / shadow.scale) @ units.T
     assert (shadow.norms[:-1] >= shadow.norms[1:]).all()
     assert (exact.abs() <= shadow.norms[:, None].double()).all()
-    for bounds in bounds_of(shadow, units):
+    with loops(module):
+        every = bounds_of(shadow, units)
+    for bounds in every:
         assert (exact <= bounds.double()).all()
 
 
@@ -389,3 +395,60 @@ def test_a_group_of_which_nothing_is_left(tmp_path: Path, measure: str) -> None:
     assert found.groups is not None and list(found.groups) == [0, 1, 2]
     assert bool((found.events[:, [0, 2]] == -1).all()) and bool(found.scores[:, [0, 2]].isnan().all())
     assert torch.equal(found.events[:, 1], asked.where(label=1).top(4).events)
+
+
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+@pytest.mark.parametrize("k", [1, 7, 40])
+def test_ties_are_decided_by_event(order: str, k: int, tmp_path: Path) -> None:
+    """Scores that are equal although the norms differ: the search meets them in another order than the events'."""
+    keys = rows_of("whole numbers", 2000, 6, 5)
+    record(tmp_path / "run", keys)
+    queries = rows_of("whole numbers", 30, 6, 6)
+    attention = dualform.open(tmp_path / "run").attend(None, {"": queries[queries.any(dim=1)]})[""]
+    with always():
+        assert same(attention, k, order)
+        assert same(attention.contributions(unit=1), k, order)
+    with mock.patch.object(Search, "_worth", return_value=0):
+        same(attention, k, order)
+
+
+def test_keys_at_hand_stay_what_they_are_while_others_come_and_go(tmp_path: Path) -> None:
+    keys = rows_of("relu", 3000, 24, 5)
+    record(tmp_path / "run", keys)
+    memory = dualform.open(tmp_path / "run")
+    hot = HotKeys(memory, 0, torch.linalg.vector_norm(keys, dim=1), 0)  # room for few
+    hot.fix(torch.arange(40), keys[:40])
+    held, slots = hot.at_hand()
+
+    def sound() -> bool:
+        there = (slots >= 0).nonzero()[:, 0]
+        return len(there) >= 40 and held[slots[there].long()].equal(keys[there])
+
+    for start in range(40, 3000, 90):  # more than there is room for: what was read goes, and other keys take its place
+        assert hot.get(torch.arange(start, min(start + 90, 3000))) is not None
+        assert sound()
+    now, places = hot.at_hand()
+    there = (places >= 0).nonzero()[:, 0]
+    assert now.data_ptr() != held.data_ptr() and now[places[there].long()].equal(keys[there])
+    assert hot.complete
+    hot.fix(torch.arange(40, 3000), keys[40:])
+    assert not hot.complete
+
+
+def test_products_of_keys_at_hand_are_what_the_search_goes_by(tmp_path: Path) -> None:
+    """With them far fewer pairs are left to score one by one, and as many rows are bounded as with exact thresholds."""
+    record(tmp_path / "run", rows_of("relu", 4000, 40, 5), batches=2, commits=1)
+    memory = dualform.open(tmp_path / "run")
+    attention = memory.attend(None, {"": rows_of("relu", 50, 40, 6)})[""]
+    left = []
+    counted = cascade.survivors
+
+    def watched(*arguments, **settings):
+        left.append(counted(*arguments, **settings))
+        return left[-1]
+
+    with always(), mock.patch.object(search, "survivors", watched):
+        assert same(attention, 7, "largest")
+    plain, fast = left
+    assert plain.scored == 0 and fast.scored >= 7 * 50
+    assert 7 * 50 <= len(fast.at_row) < 9 * 50 < len(plain.at_row)

@@ -15,8 +15,8 @@ CHUNK, TILE = 8, 128  # blocks and queries that stay near while they meet
 FIRST = 8192  # rows after which queries are ordered anew, and after four times as many
 MOST = 3.4028e38  # below what fp32 rounds to infinity
 COST = 10  # fine bounds that a product costs
-# Counting in floats is what the compiler turns into few instructions.
 NONE, ONE = np.float32(0.0), np.float32(1.0)
+WHOLE = np.uint32(0xFFFFFFFF)  # all lanes of a block
 
 
 @numba.njit(cache=True, nogil=True)
@@ -102,9 +102,9 @@ def product(row: Array, query: Array) -> float:
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def surely(score: float, size: float, scale: float, norm: float, key_scale: float, slack: float) -> float:
-    """Below what a row surely reaches, and not by rounding: rows that stay below that have a smaller score in fp32.
+    """So far below a score that rows whose bounds stay below have a smaller one, also when both are rounded to fp32.
 
-    Unless both are infinite there, or nearly nothing.
+    There too small numbers are all zero, and too large ones all infinite.
     """
     least = 3e-45 * (1 / scale + 1 / key_scale) / norm
     return np.float32(min(score - slack * size - least, MOST / scale / norm, MOST))
@@ -114,8 +114,7 @@ def surely(score: float, size: float, scale: float, norm: float, key_scale: floa
 @no_type_check
 def seeded(
     levels: Arrays, numbers: Array, sizes: Array, asked: Arrays, near: Arrays, units: tuple[float, ...],
-    thresholds: Array, which: Array, k: int,
-    seeds: int, slack: float,
+    thresholds: Array, which: Array, k: int, seeds: int, slack: float,
 ) -> int:  # fmt: skip
     """Raise the thresholds to what k of the first rows surely reach, those with the best bounds; how many products."""
     keys, slots, queries, norms = near
@@ -147,12 +146,51 @@ def seeded(
     return scored
 
 
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def passing(
+    block: int, levels: Arrays, asked: Arrays, thresholds: Array, extra: float, tile: int, some: int, bits: Array,
+    to: Array,
+) -> int:  # fmt: skip
+    """Which of some queries, from `tile` on, a row of a block may pass for by the first two levels; how many."""
+    coarse, coarsely = (levels[0],), (asked[0],)
+    # No branches here: which queries pass is hard to guess.
+    for at in range(some):
+        bits[at] = reaching(coarse, coarsely, block, tile + at, thresholds[tile + at] - extra)
+    many = 0
+    for at in range(some):
+        to[many] = tile + at
+        many += bits[at] != 0
+    middle, moderately = (levels[0], levels[1]), (asked[0], asked[1])
+    left = 0
+    for at in range(many):
+        query = to[at]
+        to[left] = query
+        left += reaching(middle, moderately, block, query, thresholds[query] - extra) != 0
+    return left
+
+
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def finer(fine: Array, asked: Array, weighted: bool, weight: float, size: float, slack: float) -> float:
+    """The bound of a row by all columns, in the units of a view; what is not weighted is one product."""
+    value = NONE
+    if not weighted:
+        for column in range(len(fine)):
+            value += fine[column] * asked[column]
+        return value
+    width = len(fine) - 2
+    for column in range(width):
+        value += fine[column] * asked[column]
+    return weight * value + abs(weight) * fine[width] * asked[width] + np.float32(slack) * size
+
+
+@numba.njit(cache=True, nogil=True)
 @no_type_check
 def cascade(
     levels: Arrays, fine: Array, numbers: Array, rows: Array, sizes: Array, ascending: Array, weights: Array,
-    offsets: Array, asked: Arrays, finely: Array, added: Array, near: Arrays, units: tuple[float, ...], every: Array,
-    k: int, seeds: int, begin: int, end: int, slack: float, spare: int, most: int, part: int, parts: int,
+    offsets: Array, every_asked: Arrays, every_finely: Array, added: Array, near: Arrays, units: tuple[float, ...],
+    every: Array, k: int, seeds: int, begin: int, end: int, slack: float, spare: int, most: int, part: int, parts: int,
 ) -> tuple[bool, int, int, Array, Array, Array]:  # fmt: skip
     """The pairs of one part of the queries whose every bound reaches the threshold, each with its last bound.
 
@@ -162,42 +200,30 @@ def cascade(
     """
     keys, slots, queries, norms = near
     sign, scale, key_scale = units
+    weighted = len(weights) > 0
     which = np.arange(part, len(every), parts)
-    thresholds = every[part::parts].copy()
-    asked0, asked1, asked2 = asked[0][which], asked[1][which], asked[2][which]
-    finely = finely[which]
-    tried = 0
-    scored = 0
-    if seeds:
-        scored = seeded(
-            levels, numbers, sizes, (asked0, asked1, asked2), near, units, thresholds, which, k, seeds, slack
-        )
-    highest = np.full((len(which), k if len(keys) else 0), -np.inf, np.float32)
+    thresholds, finely = every[which], every_finely[which]
+    asked = (every_asked[0][which], every_asked[1][which], every_asked[2][which])
+    reached = np.full((len(which), k if len(keys) else 0), -np.inf, np.float32)  # the k best of every query
+    scored = seeded(levels, numbers, sizes, asked, near, units, thresholds, which, k, seeds, slack) if seeds else 0
+    found, bounded, tried, active, reorder = 0, 0, 0, 0, begin
+    reach = which  # in rows, from the first reordering on
     room = 4096
-    at_row = np.empty(room, np.int64)
-    at_query = np.empty(room, np.int64)
-    bounds = np.empty(room, np.float32)
-    count = len(sizes)
-    width = fine.shape[1] - 2
-    bits = np.empty(TILE, np.uint32)
-    passing = np.empty(TILE + 1, np.int64)
-    found, bounded, reordered = 0, 0, 0
-    reach = which  # of which there will be an order
-    coarse, middle = (levels[0],), (levels[0], levels[1])
+    at_row, at_query, bounds = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float32)
+    bits, passed = np.empty(TILE, np.uint32), np.empty(TILE + 1, np.int64)
     for chunk in range(begin, end, CHUNK * LANES):
-        if chunk >= reordered:
+        if chunk >= reorder:
             # Queries that reach far come first, so that those that are done are left out together.
-            reordered = max(4 * chunk, FIRST)
+            reorder = max(4 * chunk, FIRST)
             reach = np.minimum(np.searchsorted(ascending, -thresholds, side="right"), end)
             order = np.argsort(-reach)
-            reach, thresholds, which, highest = reach[order], thresholds[order], which[order], highest[order]
-            asked0, asked1, asked2, finely = asked0[order], asked1[order], asked2[order], finely[order]
-            active = len(which)
+            reach, thresholds, which, reached = reach[order], thresholds[order], which[order], reached[order]
+            asked = (asked[0][order], asked[1][order], asked[2][order])
+            finely, active = finely[order], len(which)
         while active > 0 and reach[active - 1] <= chunk:
             active -= 1
         if active == 0:
             break
-        coarsely, moderately, closely = (asked0,), (asked0, asked1), (asked0, asked1, asked2)
         for tile in range(0, active, TILE):
             some = min(TILE, active - tile)
             for block in range(chunk // LANES, min(chunk // LANES + CHUNK, (reach[tile] + LANES - 1) // LANES)):
@@ -206,70 +232,46 @@ def cascade(
                 bounded += some * LANES
                 if tried > spare // parts + bounded // 8:
                     return False, bounded, scored, at_row[:0], at_query[:0], bounds[:0]
-                # No branches here: which queries pass is hard to guess.
-                for at in range(some):
-                    bits[at] = reaching(coarse, coarsely, block, tile + at, thresholds[tile + at] - extra)
-                left = 0
-                for at in range(some):
-                    passing[left] = tile + at
-                    left += bits[at] != 0
-                many, left = left, 0
-                for at in range(many):
-                    query = passing[at]
-                    passing[left] = query
-                    left += reaching(middle, moderately, block, query, thresholds[query] - extra) != 0
-                whole = np.uint32(0xFFFFFFFF) if start + LANES <= count else np.uint32((1 << (count - start)) - 1)
-                for at in range(left):
-                    query = passing[at]
-                    reached = reaching(levels, closely, block, query, thresholds[query] - extra) & whole
-                    while reached:
-                        place = start + lowest_bit(reached)
-                        reached &= reached - np.uint32(1)
+                lanes = WHOLE if start + LANES <= len(sizes) else np.uint32((1 << (len(sizes) - start)) - 1)
+                for at in range(passing(block, levels, asked, thresholds, extra, tile, some, bits, passed)):
+                    query = passed[at]
+                    asking = which[query]
+                    left = reaching(levels, asked, block, query, thresholds[query] - extra) & lanes
+                    while left:
+                        place = start + lowest_bit(left)
+                        left &= left - np.uint32(1)
                         row = rows[place] if len(rows) else place
-                        weight = weights[place] if len(weights) else ONE
-                        value = NONE
-                        if len(weights):
-                            for column in range(width):
-                                value += fine[row, column] * finely[query, column]
-                            value = weight * value + abs(weight) * fine[row, width] * finely[query, width]
-                            value += np.float32(slack) * sizes[place]
-                        else:
-                            for column in range(width + 2):
-                                value += fine[row, column] * finely[query, column]
-                        offset = offsets[place] * added[which[query]] if len(offsets) else NONE
-                        value += offset
+                        weight = weights[place] if weighted else ONE
+                        offset = offsets[place] * added[asking] if len(offsets) else NONE
+                        bound = finer(fine[row], finely[query], weighted, weight, sizes[place], slack) + offset
                         tried += 1
-                        if value < thresholds[query]:
+                        if bound < thresholds[query]:
                             continue
                         slot = slots[numbers[row]] if len(keys) else -1
                         if slot >= 0:
-                            asking = which[query]
                             tried += COST
                             scored += 1
                             score = product(keys[slot], queries[asking]) * sign / key_scale / norms[asking]
                             score = score * weight + offset
                             low = surely(score, sizes[place], scale, norms[asking], key_scale, slack)
-                            if low > highest[query, 0]:
-                                put(highest[query], low)
-                                if highest[query, 0] > thresholds[query]:
-                                    thresholds[query] = highest[query, 0]
-                            value = np.float32(score + slack * sizes[place])
-                            if value < thresholds[query]:
+                            if low > reached[query, 0]:
+                                put(reached[query], low)
+                                thresholds[query] = max(thresholds[query], reached[query, 0])
+                            bound = np.float32(score + slack * sizes[place])
+                            if bound < thresholds[query]:
                                 continue
                         if found == 1 + 2 * most // parts:
                             return False, bounded, scored, at_row[:0], at_query[:0], bounds[:0]
                         if found == room:
                             room *= 4
                             at_row, at_query, bounds = grown(at_row, room), grown(at_query, room), grown(bounds, room)
-                        at_row[found] = place
-                        at_query[found] = which[query]
-                        bounds[found] = value
+                        at_row[found], at_query[found], bounds[found] = place, asking, bound
                         found += 1
-    left = 0
     last = np.empty(len(every), np.float32)
     last[which] = thresholds
+    kept = 0
     for pair in range(found):
         if bounds[pair] >= last[at_query[pair]]:
-            at_row[left], at_query[left], bounds[left] = at_row[pair], at_query[pair], bounds[pair]
-            left += 1
-    return True, bounded, scored, at_row[:left].copy(), at_query[:left].copy(), bounds[:left].copy()
+            at_row[kept], at_query[kept], bounds[kept] = at_row[pair], at_query[pair], bounds[pair]
+            kept += 1
+    return True, bounded, scored, at_row[:kept].copy(), at_query[:kept].copy(), bounds[:kept].copy()

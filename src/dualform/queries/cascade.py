@@ -83,7 +83,7 @@ def survivors(
     With `seeds`, the first rows, which are at hand, give thresholds first.
     """
     end = len(view) if end is None else end
-    spare = SPARE + (len(view) // 64 + 16 * k) * len(thresholds)
+    spare = SPARE + (len(view) // 128 + 16 * k) * len(thresholds)
     if seeds:
         work = len(thresholds) * (len(view) // 8)  # as much as bounds leave of some real memories
         return _compiled(view, asked, thresholds, k, most, near, seeds, begin, end, len(view), work, spare)

@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
-from dualform.fast import alone, compiled, in_parts, spread
-from dualform.queries.flat import Products, at_a_time
+from dualform.fast import compiled, in_parts
+from dualform.queries.flat import Products, at_a_time, multiply
 from dualform.queries.shadow import Rows, widened
 
-PIECE = 512  # rows that are made wide at a time: few enough to stay near until they are multiplied
 PART = 1 << 20  # numbers for which a thread of its own pays
 
 
@@ -88,18 +87,11 @@ class Coarse:
             in_parts(fast.byte_products, rows.numel() // PART, *arrays)
             return
 
-        def multiply(piece: slice) -> None:
+        def wide(piece: slice) -> Tensor:
             if fast is None:
-                wide = rows[piece].float() * scales[piece, None]
-            else:
-                wide = torch.empty(len(rows[piece]), rows.shape[1])
-                fast.widen(rows[piece].numpy(), scales[piece].numpy(), wide.numpy())
-            torch.mm(wide, asked.T, out=products[piece])
+                return rows[piece].float() * scales[piece, None]
+            result = torch.empty(len(rows[piece]), rows.shape[1])
+            fast.widen(rows[piece].numpy(), scales[piece].numpy(), result.numpy())
+            return result
 
-        pieces = [slice(at, at + PIECE) for at in range(0, len(rows), PIECE)]
-        if fast is None:
-            for piece in pieces:
-                multiply(piece)
-        else:
-            with alone():
-                spread(multiply, pieces)
+        multiply(wide, asked, products)

@@ -5,13 +5,14 @@ For keys that no bound tells apart. The error of a product is inside the compari
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
+from dualform.fast import alone, compiled, spread
 from dualform.queries.found import Found
 from dualform.queries.pairs import above
 from dualform.queries.search import Exact
@@ -19,6 +20,7 @@ from dualform.queries.search import Exact
 TILE = 1 << 20  # products that are computed at a time, few enough to stay in the cache
 JOINED = 1 << 22  # the same for few queries, whose products are little beside the keys
 FEW = 16  # queries
+PIECE = 512  # rows that a thread multiplies at a time
 SAMPLE = 4096  # rows that give a first threshold
 MANY_LEFT = 1 << 20  # pairs that are held before those that are ruled out meanwhile are let go
 MANY = 16  # times k candidates of a query, above which a better threshold pays
@@ -66,6 +68,17 @@ def scan(
         norms = norms.where(chosen, 0.0)
     if float(sizes.max()) * float(norms.max() if len(norms) else 0.0) > RANGE:
         return False
+    with alone():
+        at_query, ids = _left(found, products, queries, sizes, chosen, order)
+    found.scored += len(ids)
+    found.add(at_query, ids, exact(ids, at_query))
+    return True
+
+
+def _left(
+    found: Found, products: Iterator[Products], queries: Tensor, sizes: Tensor, chosen: Tensor | None, order: str
+) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
+    """The queries and ids of the pairs that may be among the best."""
     near, left = Found(found.k, found.queries), Left()
     near.raise_to(found.thresholds)
     for some in products:
@@ -83,10 +96,7 @@ def scan(
             near.settle()
         left.add(at_query, rows + some.first, values + slack, near.thresholds)
     near.settle()
-    at_query, ids = left.result(near.thresholds)
-    found.scored += len(ids)
-    found.add(at_query, ids, exact(ids, at_query))
-    return True
+    return left.result(near.thresholds)
 
 
 class Left:
@@ -120,6 +130,26 @@ class Left:
         return at_query, ids
 
 
+def multiply(
+    rows: Callable[[slice], Float[Tensor, "rows dim_in"]],
+    queries: Float[Tensor, "queries dim_in"],
+    products: Float[Tensor, "rows queries"],
+) -> None:
+    """Fill in the products of some rows with all queries, piece by piece, over all threads."""
+
+    def some(piece: slice) -> None:
+        if len(queries) == 1:
+            torch.mv(rows(piece), queries[0], out=products[piece, 0])
+        else:
+            torch.mm(rows(piece), queries.T, out=products[piece])
+
+    pieces = [slice(at, at + PIECE) for at in range(0, len(products), PIECE)]
+    if compiled(0) is None:
+        some(slice(0, len(products)))
+    else:
+        spread(some, pieces)
+
+
 def products_of(
     tiles: Tiles, queries: Float[Tensor, "queries dim_in"], norms: Float32[Tensor, " keys"]
 ) -> Iterator[Products]:
@@ -148,10 +178,7 @@ def products_of(
                 first, filled = number + at, 0
             tile = keys[at : at + len(buffer) - filled]
             products = buffer[filled : filled + len(tile)]
-            if len(asked) == 1:
-                torch.mv(tile, asked[0], out=products[:, 0])
-            else:
-                torch.mm(tile, asked.T, out=products)
+            multiply(tile.__getitem__, asked, products)
             at, filled = at + len(tile), filled + len(tile)
             if len(queries) > FEW:
                 yield some()

@@ -20,6 +20,7 @@ from dualform.queries.search import Exact
 from dualform.queries.shadow import Shadow, row_norms
 from dualform.queries.views import View
 
+SOME = 256  # queries, above which products take so long that reading fewer bytes is no gain
 READ = 4  # queries for which a scan does so little that reading keys is better than mapping them
 
 Ids = Int64[Tensor, " pairs"]
@@ -78,7 +79,7 @@ class ByScore:
         index, asked, chosen = self._index, self._queries[queries], self._keys(events)
         norms = index.norms(self._weight)
         products: Iterator[Products]
-        if index.has_coarse(self._weight):
+        if len(asked) <= SOME and index.has_coarse(self._weight):
             products = (one for coarse in index.coarse(self._weight) for one in coarse.products(asked))
         else:
             products = products_of(index.tiles(self._weight, read=len(asked) <= READ), asked, norms)
