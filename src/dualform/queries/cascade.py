@@ -20,6 +20,7 @@ TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled
 SPARE = 1 << 12  # fine bounds that are not worth a thought
 PART = 1 << 18  # bounds for which a thread of its own pays
 FEW = 8  # queries for which none does
+MANY = 512  # queries of which a thread takes some after the others: a core may be busy
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def survivors(
     With `seeds`, the first rows, which are at hand, give thresholds first.
     """
     end = len(view) if end is None else end
-    spare = SPARE + (len(view) // 128 + 16 * k) * len(thresholds)
+    spare = SPARE + (len(view) // 128 + 128 * k) * len(thresholds)
     if seeds:
         work = len(thresholds) * (len(view) // 8)  # as much as bounds leave of some real memories
         return _compiled(view, asked, thresholds, k, most, near, seeds, begin, end, len(view), work, spare)
@@ -109,7 +110,7 @@ def _compiled(
     assert fast is not None
     added = view.sizes[:0] if asked.offsets is None else asked.offsets
     parts = in_parts(
-        fast.cascade, min(work // PART, len(thresholds) // FEW, 2 * threads()), _arrays(view.levels(far)),
+        fast.cascade, min(work // PART, len(thresholds) // FEW, threads() * (1 if len(thresholds) < MANY else 2)), _arrays(view.levels(far)),
         *view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
         _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
         thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
