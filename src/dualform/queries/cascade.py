@@ -109,8 +109,9 @@ def _compiled(
     fast = compiled(0)
     assert fast is not None
     added = view.sizes[:0] if asked.offsets is None else asked.offsets
+    most_parts = threads() if len(thresholds) < MANY else 2 * threads()
     parts = in_parts(
-        fast.cascade, min(work // PART, len(thresholds) // FEW, threads() * (1 if len(thresholds) < MANY else 2)), _arrays(view.levels(far)),
+        fast.cascade, min(work // PART, len(thresholds) // FEW, most_parts), _arrays(view.levels(far)),
         *view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
         _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
         thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
