@@ -485,3 +485,21 @@ def test_the_certificate_is_measured_past_them(
     certificate = truth.memory.certificate()
     assert certificate.exact
     assert reads == [(0, STEPS)]
+
+
+def test_keyframes_whose_tensors_fill_no_whole_pages_are_used_again(tmp_path: Path, spacing: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(96, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(20):
+            with recorder.batch(torch.arange(4)):
+                model(torch.randn(4, 96, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first = dualform.open(tmp_path / "run").weights(until=13)
+    files = {path: path.stat() for path in (tmp_path / "run/derived/keyframes").iterdir()}
+    assert files
+    again = dualform.open(tmp_path / "run").weights(until=13)
+    assert all(path.stat().st_mtime_ns == stat.st_mtime_ns for path, stat in files.items())
+    assert all(first[name].equal(again[name]) for name in first)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import dualform
 from dualform import compiled, fast
 from dualform.fast import LANES
-from dualform.queries import best, cascade, examples, pairs, search
+from dualform.queries import best, cascade, coarse, examples, flat, pairs, search, weighing
 from dualform.queries import shadow as shadows
 from dualform.queries.best import best_events, suits
 from dualform.queries.hot import HotKeys
+from dualform.queries.index import index_of
 from dualform.queries.pairs import pair_products
 from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search
@@ -150,7 +151,7 @@ def always() -> Iterator[None]:
 def loops(module: ModuleType | None) -> Iterator[None]:
     """These compiled loops, or none."""
     with ExitStack() as stack:
-        for user in (cascade, shadows, best):
+        for user in (cascade, shadows, best, flat, coarse, pairs):
             stack.enter_context(mock.patch.object(user, "compiled", return_value=module))
         yield
 
@@ -452,3 +453,97 @@ def test_products_of_keys_at_hand_are_what_the_search_goes_by(tmp_path: Path) ->
     plain, fast = left
     assert plain.scored == 0 and fast.scored >= 7 * 50
     assert 7 * 50 <= len(fast.at_row) < 9 * 50 < len(plain.at_row)
+
+
+@pytest.mark.parametrize("k", [1, 7, 60])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_rows_and_queries(k: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than queries stay in one order for, more queries than a tile has, and ties."""
+    monkeypatch.setattr(search, "SEED", 1024)
+    monkeypatch.setattr(fast.torch, "get_num_threads", lambda: threads)
+    keys = torch.cat([rows_of("whole numbers", 20_000, 5, 1), rows_of("relu", 20_000, 5, 2)])
+    record(tmp_path / "run", keys, batches=2, commits=1)
+    queries = rows_of("whole numbers", 300, 5, 3)
+    attention = dualform.open(tmp_path / "run").attend(None, {"": queries[queries.any(dim=1)]})[""]
+    with always():
+        assert same(attention, k, "largest")
+        assert same(attention[:40].where(label=[0, 2]), k, "absolute")
+        assert same(attention[:40].contributions(unit=1), k, "smallest")
+        with mock.patch.object(cascade.Near, "__len__", return_value=0):  # nothing at hand
+            assert same(attention, k, "largest")
+
+
+ODD_SIZES = {
+    "small keys, large queries": (1e-3, 1e36),
+    "large keys, small queries in fp64": (1e30, 1e-50),
+    "small keys, queries beyond fp32": (1e-6, 1e40),
+    "keys whose norm is beyond fp32": (1e38, 1.0),
+    "scores that are zero in fp32": (1e-20, 1e-40),
+}
+
+
+@pytest.mark.parametrize("name", ODD_SIZES)
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+@pytest.mark.parametrize("pays", [True, False])
+def test_sizes_at_the_borders_of_fp32(name: str, order: str, pays: bool, tmp_path: Path) -> None:
+    of_keys, of_queries = ODD_SIZES[name]
+    keys = rows_of("gaussian", 900, 64, 5).clamp(-3, 3) * of_keys
+    record(tmp_path / "run", keys)
+    memory = dualform.open(tmp_path / "run")
+    queries = rows_of("gaussian", 6, 64, 6).double() * of_queries
+    for asked in (queries, queries[:1], queries.float()):
+        if not asked.isfinite().all() or not asked.any(dim=1).all():
+            continue
+        attention = memory.attend(None, {"": asked})[""]
+        with always() if pays else mock.patch.object(Search, "_worth", return_value=0):
+            same(attention, 7, order)
+            same(attention.contributions(unit=1), 7, order)
+
+
+def test_a_run_that_is_resumed_inside_a_segment_gets_another_index(tmp_path: Path) -> None:
+    path, keys = tmp_path / "run", rows_of("gaussian", 1000, 12, 0)
+
+    def train(start: int, stop: int, resume_at: int | None) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(12, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with dualform.record(model, optimizer, path, resume_at=resume_at) as recorder:
+            for part in keys.split(100)[start:stop]:
+                with recorder.batch(torch.arange(len(part))):
+                    model(part).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def ask(events: int) -> None:
+        memory = dualform.open(path)
+        attention = memory.attend(None, {"": rows_of("gaussian", 3, 12, 9)})[""]
+        assert len(index_of(memory).table(0)) == events
+        with always():
+            assert same(attention, 5, "largest")
+        with mock.patch.object(Search, "_worth", return_value=0):
+            assert same(attention, 5, "largest")
+
+    train(0, 5, None)
+    ask(500)
+    train(7, 8, 2)  # other keys than those that were dropped
+    ask(300)
+    train(5, 10, 2)
+    ask(700)
+
+
+def test_a_scan_that_leaves_too_much_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = rows_of("gaussian", 900, 24, 5) * 1e-4 + 1.0  # alike in bytes
+    record(tmp_path / "run", keys)
+    attention = dualform.open(tmp_path / "run").attend(None, {"": rows_of("gaussian", 8, 24, 6)})[""]
+    monkeypatch.setattr(flat, "MANY_LEFT", 1000)
+    monkeypatch.setattr(flat, "JOINED", 1000)
+    scans = []
+    whole = flat.scan
+
+    def counted(*arguments):
+        scans.append(whole(*arguments))
+        return scans[-1]
+
+    with mock.patch.object(Search, "_worth", return_value=0), mock.patch.object(weighing, "scan", counted):
+        assert same(attention, 7, "largest")
+    assert scans == [False, True] * 2

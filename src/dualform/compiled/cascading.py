@@ -136,7 +136,7 @@ def seeded(
         for row in range(seeds):
             if bounds[row] >= best[0]:
                 slot = slots[numbers[row]]
-                if slot >= 0:
+                if 0 <= slot < len(keys):
                     scored += 1
                     score = product(keys[slot], queries[asking]) * sign / key_scale / norms[asking]
                     low = surely(score, sizes[row], scale, norms[asking], key_scale, slack)
@@ -198,6 +198,10 @@ def cascade(
     are asked for too often, or more than `most` pairs are left. Rows stand in blocks of lanes. Where a key is at hand
     the last bound is the product, and thresholds rise to what k rows surely reach.
     """
+    # Loops that were compiled for other blocks would read past them.
+    assert levels[0].shape[1:] == (WIDTH0 + 1, LANES) and every_asked[0].shape[1] == WIDTH0 + 1
+    assert levels[1].shape[1:] == (WIDTH1 + 1, LANES) and every_asked[1].shape[1] == WIDTH1 + 1
+    assert levels[2].shape[1:] == (WIDTH2 + 1, LANES) and every_asked[2].shape[1] == WIDTH2 + 1
     keys, slots, queries, norms = near
     sign, scale, key_scale = units
     weighted = len(weights) > 0
@@ -248,7 +252,7 @@ def cascade(
                         if bound < thresholds[query]:
                             continue
                         slot = slots[numbers[row]] if len(keys) else -1
-                        if slot >= 0:
+                        if 0 <= slot < len(keys):
                             tried += COST
                             scored += 1
                             score = product(keys[slot], queries[asking]) * sign / key_scale / norms[asking]

@@ -9,6 +9,7 @@ from typing import Any, no_type_check
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from dualform.fast import LANES, SPANS
@@ -31,6 +32,7 @@ def reaching(context, levels, asked, block, query, enough) -> Any:
         reached = builder.fcmp_ordered(">=", bounds, _everywhere(builder, arguments[4]))
         return builder.bitcast(reached, _SHORT)
 
+    _check(levels, asked)
     return types.uint32(levels, asked, types.int64, types.int64, types.float32), generate
 
 
@@ -45,6 +47,7 @@ def bounds_into(context, levels, asked, block, query, result, at) -> Any:
         builder.store(_bounds(context, builder, signature, arguments), to, align=4)
         return context.get_dummy_value()
 
+    _check(levels, asked)
     return types.void(levels, asked, types.int64, types.int64, result, types.int64), generate
 
 
@@ -57,6 +60,15 @@ def lowest_bit(context, bits) -> Any:
         return builder.zext(builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0)), _LONG)
 
     return types.int64(types.uint32), generate
+
+
+@no_type_check
+def _check(levels, asked) -> None:
+    """TypingError for arrays of another kind: they would be read as if they were of this one."""
+    for kinds, dimensions in ((levels, 3), (asked, 2)):
+        for kind in kinds.types:
+            if (kind.dtype, kind.ndim, kind.layout) != (types.float32, dimensions, "C"):
+                raise TypingError(f"{kind} is no block of rows in fp32, one after the other")
 
 
 @no_type_check

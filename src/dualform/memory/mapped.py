@@ -186,8 +186,8 @@ class TensorFile:
         return name in self._entries
 
     def names(self) -> list[str]:
-        """The tensors of this file."""
-        return list(self._entries)
+        """The tensors of this file, without what only fills its pages."""
+        return [name for name in self._entries if not name.startswith("padding/")]
 
     def rows(self, name: str) -> int:
         """The length of a tensor's first dimension."""

@@ -71,7 +71,7 @@ class Coarse:
 
     def products(self, queries: Float[Tensor, "queries dim_in"]) -> Iterator[Products]:
         """The products with all keys, nearly; each is there until the next ones are asked for."""
-        asked = queries.float().contiguous()
+        asked = queries.float()
         most = min(at_a_time(len(asked)), len(self.bytes))
         buffer = torch.empty(most, len(asked))
         for at in range(0, len(self.bytes), max(most, 1)):

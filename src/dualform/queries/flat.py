@@ -22,7 +22,7 @@ JOINED = 1 << 22  # the same for few queries, whose products are little beside t
 FEW = 16  # queries
 PIECE = 512  # rows that a thread multiplies at a time
 SAMPLE = 4096  # rows that give a first threshold
-MANY_LEFT = 1 << 20  # pairs that are held before those that are ruled out meanwhile are let go
+MANY_LEFT = 1 << 20  # pairs that are held before those that are ruled out meanwhile are let go, and half of them left
 MANY = 16  # times k candidates of a query, above which a better threshold pays
 RANGE = 1e36  # products up to here are far from overflow in fp32, and sums of them too
 
@@ -48,17 +48,17 @@ def at_a_time(queries: int) -> int:
 
 def scan(
     found: Found,
-    products: Iterator[Products],
+    products: Callable[[Float[Tensor, "queries dim_in"]], Iterator[Products]],
     queries: Float[Tensor, "queries dim_in"],
     norms: Float32[Tensor, " keys"],
     chosen: Bool[Tensor, " keys"] | None,
     order: str,
     exact: Exact,
 ) -> bool:
-    """Search every key; False, with nothing done, where a product could overflow.
+    """Search every key; False, with nothing found, where a product could overflow, or where too much is left to score.
 
     `norms` are not below those of the keys, and infinite for those that are set apart; these, and keys that are not
-    chosen, do not count.
+    chosen, do not count. `products` gives those of all keys with queries of a norm up to 1.
     """
     sizes = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
     if bool(norms.isinf().any()):
@@ -66,21 +66,36 @@ def scan(
         chosen = sound if chosen is None else chosen & sound
     if chosen is not None:
         norms = norms.where(chosen, 0.0)
-    if float(sizes.max()) * float(norms.max() if len(norms) else 0.0) > RANGE:
+    largest = float(norms.max()) if len(norms) else 0.0
+    if max(float(sizes.max()), 1.0) * largest > RANGE:
         return False
+    # Over powers of two, so that no query leaves the range of fp32.
+    units = torch.ldexp(torch.ones_like(sizes), -torch.frexp(sizes).exponent)
     with alone():
-        at_query, ids = _left(found, products, queries, sizes, chosen, order)
+        # What underflow can lose in a product, and in a score that is rounded to fp32.
+        tiny = queries.shape[1] * 1e-40 + 3e-45 * units
+        some = products(queries.double() * units[:, None])
+        pairs = _left(found, some, found.thresholds * units, sizes * units, tiny, chosen, order)
+    if pairs is None:
+        return False
+    at_query, ids = pairs
     found.scored += len(ids)
     found.add(at_query, ids, exact(ids, at_query))
     return True
 
 
 def _left(
-    found: Found, products: Iterator[Products], queries: Tensor, sizes: Tensor, chosen: Tensor | None, order: str
-) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
-    """The queries and ids of the pairs that may be among the best."""
-    near, left = Found(found.k, found.queries), Left()
-    near.raise_to(found.thresholds)
+    found: Found,
+    products: Iterator[Products],
+    thresholds: Tensor,
+    sizes: Tensor,
+    tiny: Tensor,
+    chosen: Tensor | None,
+    order: str,
+) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]] | None:
+    """The queries and ids of the pairs that may be among the best; None where these are too many."""
+    near, left = Found(found.k, found.queries), Left(MANY_LEFT + 2 * found.k * found.queries)
+    near.raise_to(thresholds)
     for some in products:
         here = slice(some.first, some.first + len(some.values))
         found.bounded += some.values.numel()
@@ -88,13 +103,13 @@ def _left(
         ranks = values if order == "largest" else values.neg_() if order == "smallest" else values.abs_()
         if chosen is not None:
             ranks[~chosen[here]] = -torch.inf
-        tiny = queries.shape[1] * 1e-40
         rows, at_query = _candidates(ranks, near, float(some.errors.max()) * sizes + tiny)
-        values, slack = ranks[rows, at_query].double(), some.errors[rows] * sizes[at_query] + tiny
+        values, slack = ranks[rows, at_query].double(), some.errors[rows] * sizes[at_query] + tiny[at_query]
         near.add(at_query, rows + some.first, values - slack)
         if near.pending >= found.k * found.queries:
             near.settle()
-        left.add(at_query, rows + some.first, values + slack, near.thresholds)
+        if not left.add(at_query, rows + some.first, values + slack, near.thresholds):
+            return None
     near.settle()
     return left.result(near.thresholds)
 
@@ -102,17 +117,18 @@ def _left(
 class Left:
     """The pairs whose score may be among the best, each with what it cannot exceed."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._count, self._most = 0, MANY_LEFT
+        self._count, self._most = 0, most
 
-    def add(self, at_query: Tensor, ids: Tensor, bounds: Tensor, thresholds: Float64[Tensor, " queries"]) -> None:
-        """Take in more of them; `thresholds` are what k rows surely have."""
+    def add(self, at_query: Tensor, ids: Tensor, bounds: Tensor, thresholds: Float64[Tensor, " queries"]) -> bool:
+        """Take in more of them; `thresholds` are what k rows surely have. False where they have become too many."""
         self._parts.append((at_query, ids, bounds))
         self._count += len(ids)
         if self._count > self._most:
             self._clear(thresholds)
-            self._most = max(2 * self._count, MANY_LEFT)
+            return 2 * self._count <= self._most  # or else most of the time would go into this
+        return True
 
     def _clear(self, thresholds: Float64[Tensor, " queries"]) -> None:
         at_query, ids, bounds = (torch.cat(part) for part in zip(*self._parts, strict=True))
@@ -167,7 +183,7 @@ def products_of(
 
     for number, stored in tiles:
         keys = stored if stored.dtype in (torch.float32, torch.float64) else stored.float()
-        asked = queries.to(keys.dtype).contiguous()
+        asked = queries.to(keys.dtype)
         at = 0
         while at < len(keys):
             if filled == len(buffer) or keys.dtype != buffer.dtype or number + at != first + filled:

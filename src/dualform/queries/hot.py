@@ -45,12 +45,12 @@ class HotKeys:
         self.complete &= some == len(numbers)
 
     def at_hand(self) -> tuple[Float[Tensor, "some dim_in"], Int32[Tensor, " keys"]]:
-        """The keys that are at hand, and by a key's number where among them it is, or −1; valid as long as it is held.
+        """The keys that are at hand, and by a key's number where among them it is; −1, or beyond them, where it is not.
 
-        More may come to be at hand meanwhile, but none goes.
+        They stay what they are as long as they are held.
         """
         with self._lock:
-            return self._keys, self._slots
+            return self._keys[: self._filled], self._slots
 
     def get(self, numbers: Int64[Tensor, " keys"]) -> Keys | None:
         """Keys, where among them each number is, and their norms; None where there is no room for so many at once."""

@@ -65,6 +65,8 @@ class Search:
         k = self.found.k
         if k * 8 > len(view) > 2 * SEED:
             return False
+        if view.weights is not None and view.shadow.scale * float(self._norms.max()) > 1e38:
+            return False  # what is weighted may be infinite in fp32
         if len(view) <= max(k, FEW):
             every = torch.arange(len(view)).repeat(len(self._queries))
             at_query = torch.arange(len(self._queries)).repeat_interleave(len(view))
@@ -87,6 +89,8 @@ class Search:
             self.found.scored += pairs.scored
             if not pairs.paid or not self._rescore(view, pairs, exact):
                 return False
+            if end < len(view):
+                self.found.settle()
         return True
 
     def _near(self, view: View, hot: HotKeys | None) -> Near:
@@ -95,7 +99,7 @@ class Search:
         if hot is None or not usual or not has_loop() or self.found.k * len(self._queries) > HELD:
             return Near.none()
         keys, slots = hot.at_hand()
-        if keys.dtype != torch.float32 or view.shadow.scale * float(self._norms.max()) > 1e38:
+        if keys.dtype != torch.float32:
             return Near.none()
         return Near(keys, slots, self._queries, self._norms, self._sign, view.scale, view.shadow.scale)
 
@@ -129,10 +133,12 @@ class Search:
 
     def _scaled(self, view: View) -> Float32[Tensor, " queries"]:
         """The thresholds in the units of a view, surely not too high: what fp32 rounds up to them passes."""
-        exactly = np.clip(self.found.thresholds.numpy(), -LARGEST, LARGEST) - 1.5e-45
+        # A weighted score is made of one that was rounded before.
+        least = 1.5e-45 * (1 + view.scale / view.shadow.scale)
+        exactly = np.clip(self.found.thresholds.numpy(), -LARGEST, LARGEST) - least
         with np.errstate(over="ignore"):
-            scaled = exactly / view.scale / self._norms.numpy()
-            return torch.from_numpy((scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32))
+            scaled = np.clip(exactly / view.scale / self._norms.numpy(), -1e38, 1e38)
+        return torch.from_numpy((scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32))
 
     def _worth(self, view: View) -> int:
         """What scoring one by one may cost: half of a flat scan."""

@@ -32,6 +32,7 @@ logger = logging.getLogger("dualform")
 VERSION = "5"
 ROW_BYTES = 4 * (HEAD + 2 + CUTS[-1] + len(CUTS)) + 12  # of a shadow
 BLOCK = 4096
+BYTES = "bytes-"  # of the files with keys in bytes
 Kept = TypeVar("Kept", Shadow, Coarse)
 _NAME = re.compile(r"w(\d+)-(\d+)-(\d+)\.safetensors")
 
@@ -81,14 +82,15 @@ class Shadows:
             start = stop
         return kept
 
-    def stored(self, weight: int) -> list[Span]:
+    def stored(self, weight: int, kind: str = "") -> list[Span]:
         """The spans of the files that are there, wider ones before narrower ones of the same start."""
-        names = [_NAME.fullmatch(path.name) for path in (self._memory.path / SHADOWS).glob("*.safetensors")]
+        paths = (self._memory.path / SHADOWS).glob(f"{kind}w*.safetensors")
+        names = [_NAME.fullmatch(path.name.removeprefix(kind)) for path in paths]
         spans = [Span(int(name[2]), int(name[3])) for name in names if name and int(name[1]) == weight]
         return sorted(spans, key=lambda span: (span.start, -span.stop))
 
-    def _path(self, weight: int, span: Span) -> Path:
-        return self._memory.path / SHADOWS / f"w{weight}-{span.start:06d}-{span.stop:06d}.safetensors"
+    def _path(self, weight: int, span: Span, kind: str = "") -> Path:
+        return self._memory.path / SHADOWS / f"{kind}w{weight}-{span.start:06d}-{span.stop:06d}.safetensors"
 
     def of_examples(self, weight: int, sums: Float64[Tensor, "examples dim_in"]) -> Shadow:
         """The shadow of a weight's key sums per example."""
@@ -104,7 +106,9 @@ class Shadows:
 
     def _fingerprint(self, weight: int, span: Span) -> str:
         segments = self._memory.manifest.segments[span.start : span.stop]
-        parts = [VERSION, self._memory.manifest.id, weight, [segment.file.checksums for segment in segments]]
+        parts = [VERSION, self._memory.manifest.id, weight]
+        # A run that was resumed inside a segment keeps its file, and fewer of its keys.
+        parts += [[segment.keys[weight], *segment.file.checksums] for segment in segments]
         return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
     def get(self, weight: int, span: Span, progress: bool = False) -> Shadow:
@@ -116,19 +120,18 @@ class Shadows:
             lambda: build(lambda: self._keys(weight, span, progress), rows, dim_in, self._memory.resident // 16),
             Shadow,
         )
-        for old in self.stored(weight):
-            if old != span and span.start <= old.start and old.stop <= span.stop:
-                with contextlib.suppress(OSError):
-                    disk.remove(path := self._path(weight, old))
-                    disk.remove(path.with_name(f"bytes-{path.name}"))
+        for kind in ("", BYTES):
+            for old in self.stored(weight, kind):
+                if old != span and span.start <= old.start and old.stop <= span.stop:
+                    with contextlib.suppress(OSError):
+                        disk.remove(self._path(weight, old, kind))
         return shadow
 
     def coarse(self, weight: int, span: Span) -> Coarse:
         """The keys of a weight in some segments in bytes."""
         rows, dim_in = self._rows(weight, span), self._memory.manifest.weights[weight].dim_in
-        path = self._path(weight, span)
         return self._kept(
-            path.with_name(f"bytes-{path.name}"),
+            self._path(weight, span, BYTES),
             self._fingerprint(weight, span),
             lambda: Coarse.of(lambda: self._keys(weight, span, False), rows, dim_in),
             Coarse,

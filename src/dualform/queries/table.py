@@ -61,9 +61,7 @@ class Table:
         return chosen
 
     def events_of(self, numbers: Int64[Tensor, " keys"]) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " events"]]:
-        """The events of some keys, and for each event which of the keys it has."""
-        if self.keys is None:
-            return numbers, torch.arange(len(numbers))
+        """The events of some keys, and for each event which of the keys it has; where several share one."""
         order, starts = self._by_key
         counts = starts[numbers + 1] - starts[numbers]
         which = torch.repeat_interleave(torch.arange(len(numbers)), counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
-from dualform.queries.flat import Products, products_of, scan
+from dualform.queries.flat import products_of, scan
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
 from dualform.queries.index import Index
@@ -78,12 +79,15 @@ class ByScore:
         """Search every key for some of the queries, in one pass over all of them."""
         index, asked, chosen = self._index, self._queries[queries], self._keys(events)
         norms = index.norms(self._weight)
-        products: Iterator[Products]
+        if int(norms.isinf().sum()) > len(index.odd(self._weight)):
+            return False  # a norm that is out of the range of fp32
+        question = asked, norms, chosen, order, exact
         if len(asked) <= SOME and index.has_coarse(self._weight):
-            products = (one for coarse in index.coarse(self._weight) for one in coarse.products(asked))
-        else:
-            products = products_of(index.tiles(self._weight, read=len(asked) <= READ), asked, norms)
-        return scan(found, products, asked, norms, chosen, order, exact)
+            keys = list(index.coarse(self._weight))
+            if scan(found, lambda units: itertools.chain.from_iterable(one.products(units) for one in keys), *question):
+                return True
+        tiles = index.tiles(self._weight, read=len(asked) <= READ)
+        return scan(found, lambda units: products_of(tiles, units, norms), *question)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         odd, chosen = self._index.odd(self._weight), self._keys(events)
