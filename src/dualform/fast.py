@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 logger = logging.getLogger("dualform")
@@ -131,6 +132,29 @@ def _openmp(name: str) -> Callable[[int], int] | None:
         with contextlib.suppress(AttributeError, OSError, TypeError):
             return cast(Callable[[int], int], getattr(ctypes.CDLL(library), name))
     return None  # another OpenMP, or none
+
+
+@functools.cache
+def _parallel() -> Callable[[int, int, int, int], None] | None:
+    """What runs a function in all threads of torch's OpenMP, if that is GNU's; the interpreter's lock stays with us."""
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            function = ctypes.PyDLL(library).GOMP_parallel
+            function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+            return cast(Callable[[int, int, int, int], None], function)
+    return None
+
+
+def by_torch(loop: int, table: np.ndarray) -> bool:
+    """Run a compiled loop, given by its address, in torch's own threads at once; False where they cannot be had.
+
+    These wait awake for the next operation of the thread that trains. Other threads would have to take their cores.
+    """
+    parallel, count = _parallel(), torch.get_num_threads()
+    if parallel is None or count == 1:
+        return False
+    parallel(loop, table.ctypes.data, count, 0)
+    return True
 
 
 def work_alone() -> None:

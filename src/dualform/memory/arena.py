@@ -10,6 +10,7 @@ import contextlib
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,20 @@ class Shape:
         return -(-self.rows * self.width * self.dtype.itemsize // PAGE) * PAGE
 
 
+class Held(NamedTuple):
+    """Room for some rows in a stream, and its address; the tensor itself is made when it is asked for."""
+
+    place: Tensor
+    start: int
+    length: int
+    address: int
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows that were copied there."""
+        return self.place.narrow(0, self.start, self.length)
+
+
 class Arena:
     """One buffer with a place for every stream; `pinned` for rows that come from a GPU."""
 
@@ -39,10 +54,12 @@ class Arena:
         self.pinned = pinned
         whole = _pages(sum(shape.bytes for shape in shapes.values()), pinned)
         self._streams: dict[str, Tensor] = {}
+        self._addresses: dict[str, int] = {}
         at = 0
         for name, shape in shapes.items():
             part = torch.from_numpy(whole[at : at + shape.rows * shape.width * shape.dtype.itemsize])
             self._streams[name] = part.view(shape.dtype).reshape(shape.rows, shape.width)
+            self._addresses[name] = part.data_ptr()
             at += shape.bytes
         self.reset()
 
@@ -51,18 +68,24 @@ class Arena:
         self._filled = dict.fromkeys(self._streams, 0)
         self.bytes = 0
 
-    def hold(self, stream: str, rows: Tensor) -> Tensor | None:
-        """Copy rows to the end of their stream; None where they do not fit there."""
+    def reserve(self, stream: str, rows: Tensor) -> Held | None:
+        """Room for such rows at the end of their stream; None where they do not fit there."""
         place = self._streams.get(stream)
         if place is None or place.dtype != rows.dtype or place.shape[1] != rows.shape[1]:
             return None
         start = self._filled[stream]
-        end = start + len(rows)
-        if end > len(place) or rows.is_cuda != self.pinned:
+        count, width = rows.shape
+        if start + count > place.shape[0] or rows.is_cuda != self.pinned:
             return None
-        self._filled[stream] = end
-        self.bytes += rows.nbytes
-        return place[start:end].copy_(rows, non_blocking=self.pinned)
+        self._filled[stream] = start + count
+        size = width * place.itemsize
+        self.bytes += count * size
+        return Held(place, start, count, self._addresses[stream] + start * size)
+
+    def hold(self, stream: str, rows: Tensor) -> Tensor | None:
+        """Copy rows to the end of their stream; None where they do not fit there."""
+        held = self.reserve(stream, rows)
+        return None if held is None else held.rows.copy_(rows, non_blocking=self.pinned)
 
 
 class Staging:
@@ -86,6 +109,10 @@ class Staging:
     def make(self, shapes: Mapping[str, Shape]) -> None:
         """Make both arenas, once it is known what a step needs."""
         self._arenas = [Arena(shapes, self._from_gpu), Arena(shapes, self._from_gpu)]
+
+    def reserve(self, stream: str, rows: Tensor) -> Held | None:
+        """Room in the arena for rows of the CPU, to be copied there; None where there is none."""
+        return self._arenas[0].reserve(stream, rows) if self._arenas and not rows.is_cuda else None
 
     def hold(self, stream: str, rows: Tensor) -> Tensor:
         """A copy of rows on the CPU, in the arena if there is room."""

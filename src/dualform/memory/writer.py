@@ -52,7 +52,7 @@ class Writer:
         self.broken = False
         self._ledgers = ledgers
         self._staging = Staging()
-        self.hold = self._staging.hold
+        self.hold, self.reserve = self._staging.hold, self._staging.reserve
         self._gathered = _Gathered()
         self._steps = self._committed = manifest.steps
         self._number = next_segment(path)

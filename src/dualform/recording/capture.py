@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dualform.memory.arena import Held
 from dualform.recording.ids import NO_EXAMPLE, Batch
+from dualform.recording.jobs import ROWS, Slot, fits
 from dualform.recording.plain import run_plain
-from dualform.recording.targets import HALVES, Arrived, Pass, Target, Targets, Use
+from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
 PENDING = 1024  # backward passes that one parameter may gather before a step
@@ -89,6 +91,7 @@ class Capture:
     ) -> None:
         self.shield = shield
         self.hold: Callable[[str, Tensor], Tensor] = lambda stream, rows: rows.clone()
+        self.reserve: Callable[[str, Tensor], Held | None] = lambda stream, rows: None
         self._tell, self._batch, self._wanted, self._values = tell, batch, wanted, values
         self._targets = targets
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
@@ -162,13 +165,45 @@ class Capture:
 
     def _take_in(self, backward: _Backward) -> None:
         """Copy the keys and gradients that have arrived, and sketch what they put into the parameters."""
+        jobs = self._targets.swift.jobs()
+        taken: list[tuple[Arrived, Slot, Tensor, Tensor]] = []  # what is copied must stay until it is
         for call, gradient in backward.waiting:
-            if not _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
-                backward.arrived.append(self._copy(call, gradient))
+            if _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
+                continue
+            keys, gradients = self._rows(call, gradient)
+            examples, positions = call.numbers or self._no_numbers(call, len(keys))
+            use, known = call.use, (examples, positions, call.fixed, call.use.trained)
+            if jobs is not None and fits(keys) and fits(gradients) and 0 < len(keys) <= ROWS:
+                of_keys, keys_to = self._place(use.streams[0], keys)
+                of_gradients, gradients_to = self._place(use.streams[1], gradients) if self._values else (None, 0)
+                arrived = Arrived(call.order, use, of_keys, of_gradients, *known)
+                columns = use.weight.columns(torch.float32, keys.device)
+                slot = jobs.take(keys, gradients, columns, keys_to, gradients_to)
+                taken.append((arrived, slot, keys, gradients))
+            else:
+                of_keys = self.hold(use.streams[0], keys)
+                of_gradients = self.hold(use.streams[1], gradients) if self._values else gradients
+                sketch = use.sketch(keys, gradients)
+                arrived = Arrived(call.order, use, of_keys, of_gradients, *known, sketch)
+            backward.arrived.append(arrived)
+        if jobs is not None and taken:
+            results, sums = jobs.run()
+            for arrived, slot, _, gradients in taken:
+                outputs = gradients.shape[1]
+                arrived.sketch = results[slot.result : slot.result + 5 * outputs].reshape(5, outputs)
+                of_weight, of_bias, finite = sums[slot.sums : slot.sums + 3].tolist()
+                arrived.sizes = of_weight, of_bias
+                if not finite and arrived.kept_gradients is None:
+                    arrived.kept_gradients = gradients  # to count the events that are not
         backward.waiting.clear()
         backward.bytes = 0
 
-    def _copy(self, call: _Forward, gradient: Tensor) -> Arrived:
+    def _place(self, stream: str, rows: Tensor) -> tuple[Held | Tensor, int]:
+        """Where rows are kept, and the address to which they are still to be copied; 0 for nowhere."""
+        held = self.reserve(stream, rows)
+        return (self.hold(stream, rows), 0) if held is None else (held, held.address)
+
+    def _rows(self, call: _Forward, gradient: Tensor) -> tuple[Tensor, Tensor]:
         use = call.use
         if call.stored._version != call.version and not use.copy_at_forward:
             use.copy_at_forward = True
@@ -180,19 +215,7 @@ class Capture:
         keys = use.kind.keys(call.stored)
         if keys.dtype != gradient.dtype:  # under autocast the product is in the output's dtype: so is the key
             keys = keys.to(gradient.dtype)
-        gradients = use.kind.gradients(gradient.detach())
-        examples, positions = call.numbers or self._no_numbers(call, len(keys))
-        return Arrived(
-            call.order,
-            use,
-            self.hold(use.streams[0], keys),
-            self.hold(use.streams[1], gradients) if self._values else gradients,
-            examples,
-            positions,
-            call.fixed,
-            use.trained,
-            use.sketch(keys, gradients),
-        )
+        return keys, use.kind.gradients(gradient.detach())
 
     def _no_numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
         if call.batch is not None:
@@ -245,7 +268,7 @@ class Capture:
                 f"{target.name}: more than {PENDING} backward passes without a step; the oldest are forgotten",
             )
             del target.passes[0]
-        if any(row.keys.dtype in HALVES for row in rows):
+        if any(row.half for row in rows):
             target.half = True
         target.passes.append(Pass(backward.number, rows, target.projection is None, target in backward.fresh))
         return True

@@ -7,7 +7,7 @@ every training is. Where there is any doubt, the probe itself decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -27,10 +27,7 @@ def everyday(evidence: Mapping[Target, Evidence], known: dict[int, float]) -> di
         return None
     if exactly is HALF or all(one.target.equations == 1 for one in seen):
         return None
-    products: list[tuple[float, float, float]] = []
-    for one in seen:
-        gradient, sketch = one.gradient, one.passes[0].sketch
-        products.append((float(gradient @ gradient), float(gradient @ sketch), float(sketch @ sketch)))
+    products = [one.products for one in seen]
     square = sum(own for _, _, own in products)
     scale = clear_scale(sum(common for _, common, _ in products) / square if square > 0 else math.nan, exactly)
     if scale is None:
@@ -51,17 +48,14 @@ def everyday(evidence: Mapping[Target, Evidence], known: dict[int, float]) -> di
 
 
 def everyday_stretch(
-    gradients: Sequence[Float64[np.ndarray, "steps _"]], sketches: Sequence[Float64[np.ndarray, "steps _"]]
-) -> tuple[list[float], list[list[float]]] | None:
+    products: Float64[np.ndarray, "steps parameters 3"],
+) -> tuple[list[float], Float64[np.ndarray, "steps parameters"]] | None:
     """The same for several fp32 steps at once: the scale of every step, and the remainders.
 
-    `gradients` and `sketches` have an entry for every parameter, with a row a step. None where any step is in doubt.
+    `products` are those of the sketches (see Evidence.products). None where any step is in doubt.
     """
     exactly = PRECISIONS[torch.float32]
-    pairs = list(zip(gradients, sketches, strict=True))
-    sizes = np.stack([np.einsum("ij,ij->i", gradient, gradient) for gradient, _ in pairs], axis=1)
-    common = np.stack([np.einsum("ij,ij->i", gradient, sketch) for gradient, sketch in pairs], axis=1)
-    own = np.stack([np.einsum("ij,ij->i", sketch, sketch) for _, sketch in pairs], axis=1)
+    sizes, common, own = np.moveaxis(products, 2, 0)
     ratios = (common.sum(axis=1) / own.sum(axis=1)).tolist()
     scales = [clear_scale(ratio, exactly) for ratio in ratios]
     certain = [scale for scale in scales if scale is not None]
@@ -72,7 +66,7 @@ def everyday_stretch(
     # Also false where anything is NaN.
     if not (sizes > exactly.tiny).all() or not (rests <= exactly.floor**2 * sizes).all():
         return None
-    return certain, np.sqrt(np.maximum(rests, 0.0) / sizes).tolist()
+    return certain, np.sqrt(np.maximum(rests, 0.0) / sizes)
 
 
 def everyday_fit(scale: float, remainder: float) -> Fit:

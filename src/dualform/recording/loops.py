@@ -1,24 +1,236 @@
-"""The loops of the recorder that numba compiles: when they are loaded, so that nothing fails in the midst of a step."""
+"""The loops of the recorder that numba compiles: when they are loaded, so that nothing fails in the midst of a step.
+
+What is to be done stands in a table of whole numbers, addresses among them, so that one call from Python does the work
+of all layers, and torch's own threads share it: each takes the next part of a job until none is left. Which thread
+takes which part makes no difference to any result.
+"""
 
 from typing import Any, no_type_check
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from dualform.recording.jobs import COPY, FIELDS, HEAD, PROJECT, TAKE
 
 Array = np.ndarray[Any, Any]
-KINDS = [f"void(f4[:, ::1], {kind}[:, ::1], {kind}[:, ::1])" for kind in ("f4", "f8")]
+FAST = {"reassoc", "contract"}
+carray = numba.carray  # type: ignore[attr-defined]
+_LONG = ir.IntType(64)
+_ZERO, _ONE, _NONE = np.float32(0.0), np.float32(1.0), np.float64(0.0)
 
 
-@numba.njit(KINDS, cache=True, nogil=True, fastmath={"reassoc", "contract"})
 @no_type_check
-def project(matrix: Array, columns: Array, result: Array) -> None:
-    """A matrix times four columns, in their dtype; a product of matrices takes twice as long for so few."""
-    for row in range(len(matrix)):
+def _pointer_to(kind, element) -> Any:
+    """An intrinsic that takes an address for that of numbers of one kind."""
+
+    @intrinsic
+    @no_type_check
+    def pointer(context, address) -> Any:
+        def generate(context, builder, signature, arguments) -> Any:
+            return builder.inttoptr(arguments[0], element.as_pointer())
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return pointer
+
+
+_floats = _pointer_to(types.float32, ir.FloatType())
+_doubles = _pointer_to(types.float64, ir.DoubleType())
+
+
+@intrinsic
+@no_type_check
+def _next(context, table, at) -> Any:
+    """Add one to an entry of the table, whatever other threads do; what it was before."""
+
+    def generate(context, builder, signature, arguments) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", builder.gep(data, [arguments[1]]), ir.Constant(_LONG, 1), "acq_rel")
+
+    return types.int64(table, types.int64), generate
+
+
+@numba.njit(nogil=True, fastmath=FAST, error_model="numpy")
+@no_type_check
+def _multiply(rows: Array, columns: Array, result: Array) -> None:
+    """Rows times four columns; a product of matrices takes twice as long for so few."""
+    for row in range(len(rows)):
         a = b = c = d = columns.dtype.type(0)
-        for at in range(matrix.shape[1]):
-            value = columns.dtype.type(matrix[row, at])
+        for at in range(rows.shape[1]):
+            value = columns.dtype.type(rows[row, at])
             a += value * columns[0, at]
             b += value * columns[1, at]
             c += value * columns[2, at]
             d += value * columns[3, at]
         result[row, 0], result[row, 1], result[row, 2], result[row, 3] = a, b, c, d
+
+
+@numba.njit(nogil=True, fastmath=FAST, error_model="numpy")
+@no_type_check
+def _square(rows: Array, row: int) -> float:
+    total = _ZERO
+    for at in range(rows.shape[1]):
+        total += rows[row, at] * rows[row, at]
+    return total
+
+
+@numba.njit(nogil=True, fastmath=FAST, error_model="numpy")
+@no_type_check
+def _add_rows(heads: Array, gradients: Array, total: Array) -> None:
+    """Σ (x_t · R)ᵀ g_t in four rows and Σ g_t in a fifth, four events at a time."""
+    count = len(heads)
+    for c in range(5):
+        for j in range(total.shape[1]):
+            total[c, j] = _ZERO
+    for at in range(0, count, 4):
+        # Where fewer than four are left, the last one stands for the others, times zero.
+        second, third, fourth = min(at + 1, count - 1), min(at + 2, count - 1), min(at + 3, count - 1)
+        two, three, four = np.float32(at + 1 < count), np.float32(at + 2 < count), np.float32(at + 3 < count)
+        for c in range(5):
+            h, i = (heads[at, c], heads[second, c]) if c < 4 else (_ONE, _ONE)
+            k, m = (heads[third, c], heads[fourth, c]) if c < 4 else (_ONE, _ONE)
+            i, k, m = i * two, k * three, m * four
+            for j in range(total.shape[1]):
+                total[c, j] += (h * gradients[at, j] + i * gradients[second, j]) + (
+                    k * gradients[third, j] + m * gradients[fourth, j]
+                )
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _move(source: int, target: int, count: int) -> None:
+    numbers, place = carray(_floats(source), count), carray(_floats(target), count)
+    for at in range(count):
+        place[at] = numbers[at]
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _take(job: Array, part: int) -> None:
+    """Copy some rows of keys and gradients, and sketch them into a sum of their own."""
+    rows, width, out, parts = job[1], job[2], job[3], job[4]
+    start, stop = rows * part // parts, rows * (part + 1) // parts
+    count = stop - start
+    keys = carray(_floats(job[5] + 4 * start * width), (count, width))
+    gradients = carray(_floats(job[6] + 4 * start * out), (count, out))
+    heads = carray(_floats(job[11] + 4 * (5 * out * parts + 4 * start)), (count, 4))
+    if job[8]:
+        _move(job[5] + 4 * start * width, job[8] + 4 * start * width, count * width)
+    _multiply(keys, carray(_floats(job[7]), (4, width)), heads)
+    if job[9]:
+        _move(job[6] + 4 * start * out, job[9] + 4 * start * out, count * out)
+    _add_rows(heads, gradients, carray(_floats(job[11] + 20 * out * part), (5, out)))
+    sums = carray(_doubles(job[13]), 3 + 2 * parts)
+    of_weight = of_bias = _NONE
+    for row in range(count):
+        size = np.float64(_square(gradients, row))
+        of_bias += size
+        of_weight += size * _square(keys, row)
+    sums[3 + 2 * part], sums[4 + 2 * part] = of_weight, of_bias
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _took(job: Array) -> None:
+    """All parts are there: their sums, the sizes of their terms, and whether the sums are finite."""
+    out, parts = job[3], job[4]
+    total, each = carray(_floats(job[10]), 5 * out), carray(_floats(job[11]), (parts, 5 * out))
+    for at in range(5 * out):
+        total[at] = each[0, at]
+    for part in range(1, parts):
+        for at in range(5 * out):
+            total[at] += each[part, at]
+    spoiled = _ZERO
+    for at in range(5 * out):
+        spoiled += total[at] * _ZERO  # NaN where it is not finite
+    sums = carray(_doubles(job[13]), 3 + 2 * parts)
+    sums[0] = sums[1] = _NONE
+    for part in range(parts):
+        sums[0] += sums[3 + 2 * part]
+        sums[1] += sums[4 + 2 * part]
+    sums[2] = 1.0 if spoiled == _ZERO else _NONE
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _compare(job: Array, start: int, stop: int, first: int, columns: int, part: int) -> None:
+    """‖G‖², G·S and ‖S‖² of a gradient's sketch and of some columns of what the events put into it, in fp64."""
+    rows = job[1]
+    result, events = carray(_floats(job[10]), (rows, columns)), carray(_floats(job[12]), (5, rows))
+    gradient = common = own = _NONE
+    for row in range(start, stop):
+        for c in range(columns):
+            g, s = np.float64(result[row, c]), np.float64(events[first + c, row])
+            gradient += g * g
+            common += g * s
+            own += s * s
+    sums = carray(_doubles(job[13] + 24 * part), 3)
+    sums[0], sums[1], sums[2] = gradient, common, own
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _project(job: Array, part: int) -> None:
+    """Multiply some rows of a matrix with the probe's columns, and compare them with what the events say."""
+    rows, width, parts = job[1], job[2], job[4]
+    start, stop = rows * part // parts, rows * (part + 1) // parts
+    count = stop - start
+    matrix = carray(_floats(job[5] + 4 * start * width), (count, width))
+    if job[0] == PROJECT:
+        result = carray(_floats(job[10] + 16 * start), (count, 4))
+        _multiply(matrix, carray(_floats(job[7]), (4, width)), result)
+        if job[12]:
+            _compare(job, start, stop, 0, 4, part + 1)
+    else:
+        wide = carray(_doubles(job[10] + 32 * start), (count, 4))
+        _multiply(matrix, carray(_doubles(job[7]), (4, width)), wide)
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _projected(job: Array) -> None:
+    sums = carray(_doubles(job[13]), 3 * (job[4] + 1))
+    for c in range(3):
+        sums[c] = _NONE
+        for part in range(job[4]):
+            sums[c] += sums[3 * (part + 1) + c]
+
+
+@numba.njit("void(i8[::1])", cache=True, nogil=True, error_model="numpy")
+@no_type_check
+def work(table: Array) -> None:
+    """Take the next part of the table's jobs until none is left."""
+    jobs = table[1]
+    while True:
+        turn = _next(table, 0)
+        number = 0
+        while number < jobs and turn >= table[HEAD + FIELDS * number + 4]:
+            turn -= table[HEAD + FIELDS * number + 4]
+            number += 1
+        if number == jobs:
+            return
+        at = HEAD + FIELDS * number
+        job = table[at : at + FIELDS]
+        if job[0] == TAKE:
+            _take(job, turn)
+        elif job[0] == COPY:  # a bias is its own sketch
+            _move(job[5], job[10], job[1])
+            if job[12]:
+                _compare(job, 0, job[1], 4, 1, 0)
+        else:
+            _project(job, turn)
+        if _next(table, at + FIELDS - 1) == job[4] - 1:  # the last part of its job
+            if job[0] == TAKE:
+                _took(job)
+            elif job[0] == PROJECT and job[12]:
+                _projected(job)
+
+
+@numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
+@no_type_check
+def team(table) -> None:
+    """The same, as torch's threads call it."""
+    work(carray(table, HEAD + FIELDS * carray(table, HEAD)[1]))

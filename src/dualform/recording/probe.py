@@ -46,6 +46,11 @@ def norm(vector: Vector) -> float:
     return math.sqrt(vector @ vector)
 
 
+def products(gradient: Vector, events: Vector) -> tuple[float, float, float]:
+    """‖G‖², G·S and ‖S‖² of the sketches of a gradient and of events."""
+    return float(gradient @ gradient), float(gradient @ events), float(events @ events)
+
+
 def precision(target: Target, half: bool) -> Precision:
     """The precision of the products that make a parameter's gradient."""
     return HALF if half else PRECISIONS.get(target.parameter.dtype, HALF)
@@ -82,18 +87,24 @@ class Evidence:
         previous: Vector | None,
         half: bool,
         weight: Callable[[], Vector],
+        products: tuple[float, float, float] | None = None,
     ) -> None:
         self.target = target
         self.passes = passes
         self.gradient = gradient
         self.previous = previous
         self.precision = precision(target, half)
-        self._weight = weight
+        self._weight, self._products = weight, products
 
     @cached_property
     def norm(self) -> float:
         """The size of the gradient's sketch."""
         return norm(self.gradient)
+
+    @property
+    def products(self) -> tuple[float, float, float]:
+        """‖G‖², G·S and ‖S‖² of the gradient's sketch and of that of its only pass."""
+        return self._products or products(self.gradient, self.passes[0].sketch)
 
     @cached_property
     def finite(self) -> list[bool]:

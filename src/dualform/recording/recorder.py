@@ -93,7 +93,7 @@ class Recorder:
                 clear_leftovers(self.path)
             self._install_hooks()
             self._writer = run_plain(self._resume if resumed else self._begin)
-            self._capture.hold = self._writer.hold
+            self._capture.hold, self._capture.reserve = self._writer.hold, self._writer.reserve
         except BaseException as error:
             self._remove_hooks()
             self._lock.release()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,34 +18,13 @@ from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_set
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday, everyday_fit, everyday_stretch
 from dualform.recording.probe import Evidence, Fit, fit_all
-from dualform.recording.targets import Pass, Target, Targets, Vector
+from dualform.recording.probe import products as products_of
+from dualform.recording.reading import Products, Reading, Step, sketch_gradients
+from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 CALM = 32  # everyday steps after which the next ones are judged some at a time
 AT_A_TIME = 32
-
-
-class _Reading(NamedTuple):
-    """One parameter just before its step; no settings and no sketch where it had no gradient, or nothing happens."""
-
-    target: Target
-    passes: list[Pass]
-    settings: Settings | None = None
-    sketch: np.ndarray | None = None
-    unscale: float = 1.0
-    half: bool = False
-
-
-@dataclass
-class _Step:
-    """One step of one optimiser, until it is judged: `fits` says then what its gradients are made of."""
-
-    optimizer: int
-    readings: list[_Reading]
-    number: int = 0
-    others: Mapping[str, Tensor] = field(default_factory=dict)
-    fits: dict[Target, Fit] | None = None
-    gradients: dict[Target, Vector] = field(default_factory=dict)
 
 
 class Stepping:
@@ -71,10 +49,10 @@ class Stepping:
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
         self._groups: dict[int, tuple[list[tuple[int, int]], list[tuple[Target, Mapping[str, Any]]]]] = {}
         self._owner: dict[Target, int] = {}
-        self._draft: _Step | None = None
-        self._pending: list[_Step] = []
+        self._draft: Step | None = None
+        self._pending: list[Step] = []
         self._calm = 0
-        self._previous: dict[Target, Vector] = {}
+        self._previous: dict[Target, Sketch] = {}
         self._watches: dict[Target, Watch] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
         self._scales: dict[int, float] = {}
@@ -145,7 +123,8 @@ class Stepping:
         unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         linear = is_linear(optimizer)
         within = self._capture.within_backward  # an optimiser that steps as soon as a gradient is there
-        readings: list[_Reading] = []
+        seen: list[tuple[Target, Settings | None]] = []
+        gradients: list[tuple[Target, Tensor]] = []
         for target, group in self._owned(index):
             parameter = target.parameter
             if linear and parameter._version != self._watches[target].version:
@@ -155,56 +134,59 @@ class Stepping:
             if within:
                 self._capture.settle(target)
             if gradient is None or skipped:
-                readings.append(_Reading(target, target.passes))
-                continue
-            settings = read_settings(optimizer, group, parameter)
-            sketch = target.quick_sketch(gradient.to_dense() if gradient.is_sparse else gradient)
-            readings.append(_Reading(target, target.passes, settings, sketch, unscale, target.half))
-        self._draft = _Step(index, readings)
+                seen.append((target, None))
+            else:
+                seen.append((target, read_settings(optimizer, group, parameter)))
+                gradients.append((target, gradient))
+        sketches = iter(sketch_gradients(gradients, self._targets.swift))
+        readings: list[Reading] = []
+        for target, settings in seen:
+            if settings is None:
+                readings.append(Reading(target, target.passes))
+            else:
+                sketch, products = next(sketches)
+                readings.append(Reading(target, target.passes, settings, sketch, unscale, target.half, products))
+        self._draft = Step(index, readings)
         if self._calm < CALM:
             self._draft.fits = self._judge(self._draft, late=False)
 
-    def _judge(self, step: _Step, late: bool) -> dict[Target, Fit]:
+    def _judge(self, step: Step, late: bool) -> dict[Target, Fit]:
         """What the gradients of a step are made of; `late` where the parameters have moved on since."""
         evidence: dict[Target, Evidence] = {}
-        for target, passes, _, sketch, unscale, half in step.readings:
+        for target, passes, _, sketch, unscale, half, products in step.readings:
             if sketch is not None:
                 gradient = sketch.astype(np.float64)
-                gradient = gradient if unscale == 1.0 else gradient * unscale
+                if unscale != 1.0:
+                    gradient, products = gradient * unscale, None
+                previous = self._previous.get(target)
+                previous = None if previous is None else previous.astype(np.float64)
                 weight = self._watches[target].predicted if late else partial(_weight, target)
-                evidence[target] = Evidence(target, passes, gradient, self._previous.get(target), half, weight)
+                evidence[target] = Evidence(target, passes, gradient, previous, half, weight, products)
                 step.gradients[target] = gradient
         with np.errstate(all="ignore"):
             fits = everyday(evidence, self._scales)
             self._calm = 0 if fits is None else self._calm + 1
             return fit_all(evidence, self._scales) if fits is None else fits
 
-    def _judge_together(self, steps: Sequence[_Step]) -> None:
+    def _judge_together(self, steps: Sequence[Step]) -> None:
         """Judge several everyday steps of the same fp32 parameters at once; leave them as they are where in doubt."""
         targets = [reading.target for reading in steps[0].readings] if steps else []
         if len(steps) < 2 or not all(_is_plain(step, targets) for step in steps):
             return
         if all(target.equations == 1 for target in targets):
             return  # single numbers accept any scale
-        gradients = [np.array([step.readings[at].sketch for step in steps], np.float64) for at in range(len(targets))]
-        raw: dict[tuple[int, ...], np.ndarray] = {}  # a weight and its bias share the rows that reached them
-        sketches: list[np.ndarray] = []
-        for at, target in enumerate(targets):
-            rows = [step.readings[at].passes[0].rows[0] for step in steps]
-            key = tuple(map(id, rows))
-            if key not in raw:
-                raw[key] = np.array([row.sketch.cpu().numpy() for row in rows], np.float64)
-            of_weight = raw[key][:, :-1].transpose(0, 2, 1).reshape(len(steps), -1)
-            sketches.append(of_weight if target.projection is not None else raw[key][:, -1])
+        products = np.array([[_products(reading) for reading in step.readings] for step in steps])
         with np.errstate(all="ignore"):
-            found = everyday_stretch(gradients, sketches)
+            found = everyday_stretch(products)
         if found is None:
             return
-        scales, remainders = found
+        scales, remainders = found[0], found[1].tolist()
         self._calm += len(steps)
         for number, step in enumerate(steps):
-            step.gradients = {target: gradients[at][number] for at, target in enumerate(targets)}
-            step.fits = {t: everyday_fit(scales[number], remainders[number][at]) for at, t in enumerate(targets)}
+            step.gradients = {reading.target: reading.sketch for reading in step.readings if reading.sketch is not None}
+            step.fits = {
+                t: everyday_fit(scales[number], left) for t, left in zip(targets, remainders[number], strict=True)
+            }
             self._scales.setdefault(step.readings[0].passes[0].backward, scales[number])
             for reading in step.readings:
                 reading.passes[0].rows[0].finite = True
@@ -213,7 +195,7 @@ class Stepping:
         """The step was made."""
         step, self._draft = self._draft, None
         if step is None:  # a closure that was never called
-            step = _Step(index, [_Reading(target, target.passes) for target, _ in self._owned(index)])
+            step = Step(index, [Reading(target, target.passes) for target, _ in self._owned(index)])
         self.steps += 1
         self._targets.swift.reached(self.steps)
         step.number, step.others = self.steps, others
@@ -244,7 +226,7 @@ class Stepping:
             waiting = {one.backward for target in self._targets.parameters for one in target.passes}
             self._scales = {backward: scale for backward, scale in self._scales.items() if backward in waiting}
 
-    def _row(self, step: _Step, fits: Mapping[Target, Fit]) -> StepRow:
+    def _row(self, step: Step, fits: Mapping[Target, Fit]) -> StepRow:
         """The journal row of a step, with the events that it used."""
         row = StepRow.blank(step.optimizer, len(self._targets.parameters))
         row.others = step.others
@@ -282,7 +264,7 @@ class Stepping:
                     arrived.move_out()  # the other one's step may come much later
                 row.calls.setdefault(arrived.use.weight_number, []).append(call)
 
-    def _journal(self, row: StepRow, reading: _Reading, fit: Fit, step: _Step) -> None:
+    def _journal(self, row: StepRow, reading: Reading, fit: Fit, step: Step) -> None:
         target, at = reading.target, reading.target.index
         assert reading.settings is not None and reading.sketch is not None
         settings = reading.settings._replace(l2=fit.l2) if fit.l2 else reading.settings
@@ -338,7 +320,13 @@ class Stepping:
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
 
 
-def _is_plain(step: _Step, targets: Sequence[Target]) -> bool:
+def _products(reading: Reading) -> Products:
+    """‖G‖², G·S and ‖S‖² of a plain step's gradient."""
+    assert reading.sketch is not None
+    return reading.products or products_of(reading.sketch.astype(np.float64), reading.passes[0].sketch)
+
+
+def _is_plain(step: Step, targets: Sequence[Target]) -> bool:
     """Whether a step is the most usual one: a call of every layer in one backward pass, in fp32, to be judged yet."""
     if step.fits is not None or len(step.readings) != len(targets):
         return False
@@ -360,7 +348,7 @@ def _weight(target: Target) -> Vector:
     return target.sketch(target.parameter).reshape(-1).numpy()
 
 
-def _what_was_found(reading: _Reading, fit: Fit, step: int, late: bool) -> tuple[str, str, int, int]:
+def _what_was_found(reading: Reading, fit: Fit, step: int, late: bool) -> tuple[str, str, int, int]:
     """Kind, reason and steps of a gradient that the events do not explain."""
     if not math.isfinite(fit.remainder):
         return "nonfinite", f"the gradient at step {step} holds NaN or infinity", step - 1, step

@@ -1,4 +1,4 @@
-"""The recorder's small products by compiled loops, once a run is long enough for them to pay."""
+"""The recorder's copies and small products by compiled loops, once a run is long enough for them to pay."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.fast import load
+from dualform.recording.jobs import Jobs, Scratch, fits
 
 PAYS = 1 << 26  # numbers that a run has sketched by torch, after which loading the loops pays
 
@@ -23,6 +24,7 @@ class Swift:
     def __init__(self) -> None:
         self.numbers = 0
         self._loops: ModuleType | None = None
+        self._scratch = Scratch()
         self._tried = False
 
     def reached(self, step: int) -> None:
@@ -31,10 +33,15 @@ class Swift:
             self._tried = True
             self._loops = load("dualform.recording.loops")
 
+    def jobs(self) -> Jobs | None:
+        """An empty table of jobs; None where torch has to do them."""
+        return None if self._loops is None else Jobs(self._loops, self._scratch)
+
     def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
         """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""
-        if self._loops is None or rows.dtype != torch.float32 or not rows.is_cpu or not rows.is_contiguous():
+        jobs = self.jobs()
+        if jobs is None or not fits(rows) or not len(rows):
             return None
-        result = torch.empty(len(rows), len(columns), dtype=columns.dtype)
-        self._loops.project(rows.numpy(), columns.numpy(), result.numpy())
-        return result
+        jobs.project(rows, columns, events=0)
+        result, _ = jobs.run()
+        return torch.from_numpy(result).view(columns.dtype).reshape(len(rows), len(columns))

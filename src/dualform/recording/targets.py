@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from dualform.errors import BadCall
 from dualform.layers import LayerType, LinearMap, find_layer_type
+from dualform.memory.arena import Held
 from dualform.memory.files import storable
 from dualform.recording.swift import Swift
 
@@ -23,6 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 RECORDED = (torch.float64, torch.float32, *HALVES)
 
 Vector = Float64[np.ndarray, "_"]
+Sketch = Float[np.ndarray, "_"]  # in the gradient's own precision, fp32 at least
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
@@ -31,30 +34,77 @@ class Arrived:
     """Keys and gradients of one call of a module, copied during backward.
 
     They become events when the first step() uses them, for the weight or for its bias. `fixed` says that the keys
-    depend on no trained parameter, `sketch` is what the rows put into the gradients (see Use.sketch).
+    depend on no trained parameter, `sketch` is what the rows put into the gradients (see Use.sketch). Where gradients
+    are not kept, they are gone once their `sizes` are known.
     """
 
     order: int
     use: Use
-    keys: Tensor
-    gradients: Tensor
+    kept_keys: Tensor | Held
+    kept_gradients: Tensor | Held | None
     examples: Tensor
     positions: Tensor
     fixed: bool
     trained: list[Target]
-    sketch: Tensor
+    sketch: Tensor | Float[np.ndarray, "five dim_out"] | None = None
+    sizes: tuple[float, float] | None = None
     finite: bool = False
     stored: bool = False
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys; out of an arena, a tensor is made of them when it is needed."""
+        if isinstance(self.kept_keys, Held):
+            self.kept_keys = self.kept_keys.rows
+        return self.kept_keys
+
+    @property
+    def gradients(self) -> Tensor | None:
+        """The gradients, where they are kept."""
+        if isinstance(self.kept_gradients, Held):
+            self.kept_gradients = self.kept_gradients.rows
+        return self.kept_gradients
+
+    @property
+    def half(self) -> bool:
+        """Whether the product that made these events was in half precision."""
+        kept = self.kept_keys
+        return (kept.place if isinstance(kept, Held) else kept).dtype in HALVES
+
+    @property
+    def raw(self) -> Float[np.ndarray, "five dim_out"]:
+        """The sketch, on the CPU."""
+        if isinstance(self.sketch, Tensor):
+            self.sketch = self.sketch.cpu().numpy()
+        assert self.sketch is not None
+        return self.sketch
+
+    @property
+    def address(self) -> int:
+        """Where the sketch is, for the compiled loops; 0 where they cannot read it."""
+        return self.sketch.ctypes.data if isinstance(self.sketch, np.ndarray) and self.sizes is not None else 0
 
     @cached_property
     def vectors(self) -> tuple[Vector, Vector]:
         """Σ g_t (x_t · R) and Σ g_t, flat."""
-        sketch = self.sketch.cpu().numpy().astype(np.float64)
+        sketch = self.raw.astype(np.float64)
         return sketch[:-1].T.reshape(-1), sketch[-1]
+
+    @cached_property
+    def magnitudes(self) -> tuple[float, float]:
+        """Σ ‖g_t‖² ‖x_t‖² and Σ ‖g_t‖²: how large the terms are before they cancel."""
+        if self.gradients is None:
+            assert self.sizes is not None
+            of_weight, of_bias = (size if math.isfinite(size) else 0.0 for size in self.sizes)
+            return of_weight, of_bias
+        sizes = self.gradients.double().square().sum(dim=1)
+        return float((sizes * self.keys.double().square().sum(dim=1)).sum()), float(sizes.sum())
 
     def move_out(self) -> None:
         """Leave the arena, which is about to be used for other rows."""
-        self.keys, self.gradients = self.keys.clone(), self.gradients.clone()
+        self.kept_keys = self.keys.clone()
+        if self.gradients is not None:
+            self.kept_gradients = self.gradients.clone()
 
     @property
     def nonfinite(self) -> int:
@@ -62,7 +112,9 @@ class Arrived:
         # A NaN or an infinity anywhere in the rows reaches their sketch.
         if self.finite or np.isfinite(self.vectors[0]).all():
             return 0
-        bad = ~self.keys.isfinite().all(dim=1) | ~self.gradients.to(self.keys.device).isfinite().all(dim=1)
+        bad = ~self.keys.isfinite().all(dim=1)
+        if self.gradients is not None:
+            bad |= ~self.gradients.to(bad.device).isfinite().all(dim=1)
         return int(bad.sum())
 
 
@@ -87,13 +139,7 @@ class Pass:
     @cached_property
     def magnitude(self) -> float:
         """Σ ‖g_t‖² ‖x_t‖² (Σ ‖g_t‖² for a bias): how large the terms are before they cancel."""
-        total = 0.0
-        for row in self.rows:
-            sizes = row.gradients.double().square().sum(dim=1)
-            if not self.of_bias:
-                sizes = sizes * row.keys.double().square().sum(dim=1)
-            total += float(sizes.sum())
-        return total
+        return sum(row.magnitudes[self.of_bias] for row in self.rows)
 
 
 @dataclass(eq=False)
@@ -116,7 +162,7 @@ class Target:
             return matrix.detach().to("cpu", dtype or torch.float64, copy=True)
         return self.project(matrix.detach().cpu(), dtype or torch.float64)
 
-    def quick_sketch(self, matrix: Tensor) -> Float[np.ndarray, "_"]:
+    def quick_sketch(self, matrix: Tensor) -> Sketch:
         """The sketch in the matrix's own precision, fp32 at least: good to some rounding errors of that precision."""
         matrix = matrix.detach()
         if not matrix.is_cpu or matrix.dtype not in (torch.float32, torch.float64):

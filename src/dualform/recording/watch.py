@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.optimizers import LINEAR, Settings, transitions
 from dualform.recording.probe import norm
-from dualform.recording.targets import Target, Vector
+from dualform.recording.targets import Sketch, Target, Vector
 
 CHECK_EVERY = 32
 
@@ -37,10 +37,10 @@ class Watch:
         self._weight = self._target.sketch(self._target.parameter).reshape(-1).numpy()
         zeros = np.zeros_like(self._weight)
         self._velocity = zeros if velocity is None else self._target.sketch(velocity).reshape(-1).numpy()
-        self._stretch: list[tuple[Settings, Vector]] = []
+        self._stretch: list[tuple[Settings, Sketch]] = []
         self.version = self._target.parameter._version
 
-    def follow(self, settings: Settings, gradient: Vector) -> None:
+    def follow(self, settings: Settings, gradient: Sketch) -> None:
         """Take note of one step and of the gradient's sketch that the optimiser really used."""
         self.followed = bool(settings.flags & LINEAR)
         self._stretch.append((settings, gradient))
@@ -71,13 +71,13 @@ class Watch:
         if not self._stretch:
             return self._weight, self._velocity, 0.0
         state, factors = _sweep(tuple(settings for settings, _ in self._stretch))
-        gradients = np.stack([gradient for _, gradient in self._stretch])
+        gradients = np.array([gradient for _, gradient in self._stretch], dtype=np.float64)
         moved = factors @ gradients
         # Factors of zero must not meet infinities.
         start = [
             sum(c * s for c, s in zip(row, (self._weight, self._velocity), strict=True) if c != 0) for row in state
         ]
-        swing = float((np.abs(factors[0]) * np.linalg.norm(gradients, axis=1)).max())
+        swing = float((np.abs(factors[0]) * np.sqrt(np.einsum("ij,ij->i", gradients, gradients))).max())
         return moved[0] + start[0], moved[1] + start[1], swing
 
 
