@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 logger = logging.getLogger("dualform")
@@ -145,7 +144,7 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
     return None
 
 
-def by_torch(loop: int, table: np.ndarray) -> bool:
+def by_torch(loop: int, argument: int) -> bool:
     """Run a compiled loop, given by its address, in torch's own threads at once; False where they cannot be had.
 
     These wait awake for the next operation of the thread that trains. Other threads would have to take their cores.
@@ -153,7 +152,7 @@ def by_torch(loop: int, table: np.ndarray) -> bool:
     parallel, count = _parallel(), torch.get_num_threads()
     if parallel is None or count == 1:
         return False
-    parallel(loop, table.ctypes.data, count, 0)
+    parallel(loop, argument, count, 0)
     return True
 
 

@@ -170,7 +170,7 @@ class AttendingForward:
         rows = self.kind.keys(input.detach())
         focus = Focus(self.memory, self.weight, self.use, rows, (len(rows),), self.until, self.selection)
         output = answer(output_plan(focus, self.kernel, attend=True))
-        return self.kind.outputs(output, self.kind.leading(input)).to(input.dtype)
+        return self.kind.outputs(output, self.kind.leading(input.shape)).to(input.dtype)
 
     def __deepcopy__(self, memo: Any) -> AttendingForward:
         return self

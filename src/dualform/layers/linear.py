@@ -31,14 +31,14 @@ class Linear:
             return (LinearMap("", "weight", "bias"),)
         return (LinearMap("", "weight", None),) if getattr(module, "bias", None) is None else ()
 
-    def leading(self, stored: Tensor) -> tuple[int, ...]:
-        return tuple(stored.shape[:-1])
+    def leading(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape[:-1])
 
     def keys(self, stored: Tensor) -> Float[Tensor, "events dim_in"]:
-        return stored.reshape(-1, stored.shape[-1])
+        return stored if stored.ndim == 2 else stored.reshape(-1, stored.shape[-1])
 
     def gradients(self, gradient: Tensor) -> Float[Tensor, "events dim_out"]:
-        return gradient.reshape(-1, gradient.shape[-1])
+        return gradient if gradient.ndim == 2 else gradient.reshape(-1, gradient.shape[-1])
 
     def outputs(self, rows: Float[Tensor, "events dim_out"], leading: tuple[int, ...]) -> Tensor:
         return rows.reshape(*leading, rows.shape[-1])

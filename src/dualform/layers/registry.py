@@ -35,8 +35,8 @@ class LayerType(Protocol):
     def maps(self, module: nn.Module) -> Sequence[LinearMap]:
         """The linear maps of the module whose weights are its own parameters."""
 
-    def leading(self, stored: Tensor) -> tuple[int, ...]:
-        """The leading dimensions of a stored input: one event for each of their elements."""
+    def leading(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The leading dimensions of a stored input of this shape: one event for each of their elements."""
 
     def keys(self, stored: Tensor) -> Float[Tensor, "events dim_in"]:
         """The keys, a row an event, from the stored input."""

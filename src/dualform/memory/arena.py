@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class Arena:
         self.pinned = pinned
         whole = _pages(sum(shape.bytes for shape in shapes.values()), pinned)
         self._streams: dict[str, Tensor] = {}
-        self._addresses: dict[str, int] = {}
+        self._shapes, self._addresses = dict(shapes), dict.fromkeys(shapes, 0)
         at = 0
         for name, shape in shapes.items():
             part = torch.from_numpy(whole[at : at + shape.rows * shape.width * shape.dtype.itemsize])
@@ -68,24 +68,26 @@ class Arena:
         self._filled = dict.fromkeys(self._streams, 0)
         self.bytes = 0
 
-    def reserve(self, stream: str, rows: Tensor) -> Held | None:
-        """Room for such rows at the end of their stream; None where they do not fit there."""
-        place = self._streams.get(stream)
-        if place is None or place.dtype != rows.dtype or place.shape[1] != rows.shape[1]:
-            return None
-        start = self._filled[stream]
-        count, width = rows.shape
-        if start + count > place.shape[0] or rows.is_cuda != self.pinned:
-            return None
-        self._filled[stream] = start + count
-        size = width * place.itemsize
-        self.bytes += count * size
-        return Held(place, start, count, self._addresses[stream] + start * size)
+    def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
+        """Room for some rows at the end of each of these streams; None where any of them has none."""
+        held: list[Held] = []
+        for stream, shape in wanted:
+            start, room = self._filled.get(stream, 0), self._shapes.get(stream)
+            if room is None or start + shape.rows > room.rows or (room.width, room.dtype) != (shape.width, shape.dtype):
+                return None
+            address = self._addresses[stream] + start * shape.width * shape.dtype.itemsize
+            held.append(Held(self._streams[stream], start, shape.rows, address))
+        for (stream, shape), one in zip(wanted, held, strict=True):
+            self._filled[stream] = one.start + shape.rows
+            self.bytes += shape.rows * shape.width * shape.dtype.itemsize
+        return held
 
     def hold(self, stream: str, rows: Tensor) -> Tensor | None:
         """Copy rows to the end of their stream; None where they do not fit there."""
-        held = self.reserve(stream, rows)
-        return None if held is None else held.rows.copy_(rows, non_blocking=self.pinned)
+        if rows.is_cuda != self.pinned:
+            return None
+        held = self.reserve([(stream, Shape(rows.shape[0], rows.shape[1], rows.dtype))])
+        return None if held is None else held[0].rows.copy_(rows, non_blocking=self.pinned)
 
 
 class Staging:
@@ -110,9 +112,9 @@ class Staging:
         """Make both arenas, once it is known what a step needs."""
         self._arenas = [Arena(shapes, self._from_gpu), Arena(shapes, self._from_gpu)]
 
-    def reserve(self, stream: str, rows: Tensor) -> Held | None:
+    def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
         """Room in the arena for rows of the CPU, to be copied there; None where there is none."""
-        return self._arenas[0].reserve(stream, rows) if self._arenas and not rows.is_cuda else None
+        return self._arenas[0].reserve(wanted) if self._arenas and not self._from_gpu else None
 
     def hold(self, stream: str, rows: Tensor) -> Tensor:
         """A copy of rows on the CPU, in the arena if there is room."""

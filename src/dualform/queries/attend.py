@@ -199,7 +199,7 @@ def _focus(
     joined = [torch.cat(call) if call[0].ndim > 1 else torch.stack(call) for call in calls] if same else []
     if same and len({tensor.shape for tensor in joined}) == 1:
         stored = joined[0] if len(joined) == 1 else torch.stack(joined)
-        shape = kind.leading(stored)
+        shape = kind.leading(stored.shape)
         rows = kind.keys(stored)
         if len(batches) == 1 and calls[0][0].ndim == 1 and len(joined) == 1:
             shape = ()

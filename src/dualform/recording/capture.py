@@ -7,49 +7,61 @@ where a gradient reached the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils.hooks import RemovableHandle
 
 from dualform.memory.arena import Held
 from dualform.recording.ids import NO_EXAMPLE, Batch
-from dualform.recording.jobs import ROWS, Slot, fits
 from dualform.recording.plain import run_plain
+from dualform.recording.routine import Reserve, Taken, Taking
 from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
+LATE = 64  # backward passes that wait to be settled
 PENDING = 1024  # backward passes that one parameter may gather before a step
 
 
-class _Forward(NamedTuple):
-    """One call of a module: its input by reference, and the ids that held at that moment."""
+class _Call(NamedTuple):
+    """What is known of one call of a module; `fixed`: its input depends on no trained parameter."""
 
     order: int
     use: Use
-    stored: Tensor
-    version: int
+    shape: torch.Size
     fixed: bool
     batch: Batch | None
-    numbers: tuple[Tensor, Tensor] | None
+
+
+class _Forward(NamedTuple):
+    """A call, with its input by reference."""
+
+    call: _Call
+    stored: Tensor
+    version: int
 
 
 @dataclass
 class _Backward:
     """What arrived in one backward pass so far, and which parameters have taken it up.
 
-    `waiting` are calls and their gradients as they came, still to be copied.
+    `waiting` are calls and their gradients as they came, still to be copied; `taken` is what a routine copied, and is
+    still to be told of. `accumulated` are the parameters that took a gradient.
     """
 
+    fresh: list[Target]
     waiting: list[tuple[_Forward, Tensor]] = field(default_factory=list)
     bytes: int = 0
+    taken: list[tuple[Taking, Taken, list[_Call], list[Tensor]]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
+    accumulated: list[Tensor] = field(default_factory=list)
     settled: set[Target] = field(default_factory=set)
-    fresh: list[Target] = field(default_factory=list)
     number: int | None = None
 
 
@@ -85,19 +97,22 @@ class Capture:
         targets: Targets,
         shield: Callable[..., Any],
         tell: Callable[[str, str], None],
-        batch: Callable[[], Batch | None],
         wanted: Callable[[Target], bool],
+        catch_up: Callable[[], None],
         values: bool,
     ) -> None:
         self.shield = shield
         self.hold: Callable[[str, Tensor], Tensor] = lambda stream, rows: rows.clone()
-        self.reserve: Callable[[str, Tensor], Held | None] = lambda stream, rows: None
-        self._tell, self._batch, self._wanted, self._values = tell, batch, wanted, values
+        self.reserve: Reserve = lambda wanted: None
+        self.batch: Batch | None = None
+        self._tell, self._wanted, self._catch_up, self._values = tell, wanted, catch_up, values
         self._targets = targets
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
         self._order = 0
         self.backwards = 0
         self._open: dict[int, _Backward] = {}
+        self._ended_since: list[_Backward] = []
+        self._routine: Taking | None = None
         self._accumulated: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
 
@@ -121,6 +136,7 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._open.clear()
+        self._ended_since.clear()
         self._accumulated.clear()
 
     def saw_forward(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -132,25 +148,22 @@ class Capture:
         stored = args[0] if args else kwargs.get("input")
         if not isinstance(stored, Tensor) or _is_batched(output):
             return
-        batch, numbers = self._batch(), None
+        batch, shape = self.batch, stored.shape
         if batch is not None:
-            batch.misfits = leading = use.kind.leading(stored)
-            numbers = run_plain(batch.fit, leading) if leading not in batch.fits else batch.fits[leading]
-            batch.fitted += numbers is not None
-        fixed = not stored.requires_grad
-        stored = stored.detach()
+            batch.shapes[shape] = use
+        call = _Call(self._order, use, shape, not stored.requires_grad, batch)
         if use.copy_at_forward:
-            stored = stored.clone()
-        call = _Forward(self._order, use, stored, stored._version, fixed, batch, numbers)
+            stored = stored.detach().clone()
         self._order += 1
-        _product(output).register_hook(partial(self.shield, self._saw_gradient, call))
+        forward = _Forward(call, stored, stored._version)
+        _product(output).register_hook(partial(self.shield, self._saw_gradient, forward))
 
-    def _saw_gradient(self, call: _Forward, gradient: Tensor) -> None:
+    def _saw_gradient(self, forward: _Forward, gradient: Tensor) -> None:
         # Between two large products the interpreter itself has left the cache, and every line here is slow: so the
         # least possible. No user code runs before the backward pass has ended.
         task = torch._C._current_graph_task_id()
         backward = self._open.get(task) or self._begun(task)
-        backward.waiting.append((call, gradient))
+        backward.waiting.append((forward, gradient))
         backward.bytes += gradient.nbytes
         if backward.bytes > WAITING:
             run_plain(self._take_in, backward)
@@ -159,73 +172,86 @@ class Capture:
         if not self._open:
             self._accumulated.clear()  # by a pass through none of our layers
         fresh = [target for target in self._targets.parameters if target.parameter.grad is None]
-        self._open[task] = _Backward(fresh=fresh)
+        self._open[task] = _Backward(fresh)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self.shield, run_plain, self._ended, task))
         return self._open[task]
 
     def _take_in(self, backward: _Backward) -> None:
         """Copy the keys and gradients that have arrived, and sketch what they put into the parameters."""
-        jobs = self._targets.swift.jobs()
-        taken: list[tuple[Arrived, Slot, Tensor, Tensor]] = []  # what is copied must stay until it is
-        for call, gradient in backward.waiting:
-            if _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
-                continue
-            keys, gradients = self._rows(call, gradient)
-            examples, positions = call.numbers or self._no_numbers(call, len(keys))
-            use, known = call.use, (examples, positions, call.fixed, call.use.trained)
-            if jobs is not None and fits(keys) and fits(gradients) and 0 < len(keys) <= ROWS:
-                of_keys, keys_to = self._place(use.streams[0], keys)
-                of_gradients, gradients_to = self._place(use.streams[1], gradients) if self._values else (None, 0)
-                arrived = Arrived(call.order, use, of_keys, of_gradients, *known)
-                columns = use.weight.columns(torch.float32, keys.device)
-                slot = jobs.take(keys, gradients, columns, keys_to, gradients_to)
-                taken.append((arrived, slot, keys, gradients))
-            else:
-                of_keys = self.hold(use.streams[0], keys)
-                of_gradients = self.hold(use.streams[1], gradients) if self._values else gradients
-                sketch = use.sketch(keys, gradients)
-                arrived = Arrived(call.order, use, of_keys, of_gradients, *known, sketch)
-            backward.arrived.append(arrived)
-        if jobs is not None and taken:
-            results, sums = jobs.run()
-            for arrived, slot, _, gradients in taken:
-                outputs = gradients.shape[1]
-                arrived.sketch = results[slot.result : slot.result + 5 * outputs].reshape(5, outputs)
-                of_weight, of_bias, finite = sums[slot.sums : slot.sums + 3].tolist()
-                arrived.sizes = of_weight, of_bias
-                if not finite and arrived.kept_gradients is None:
-                    arrived.kept_gradients = gradients  # to count the events that are not
+        calls: list[_Call] = []
+        rows: list[tuple[Use, Tensor, Tensor]] = []
+        for forward, gradient in backward.waiting:
+            if not _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
+                calls.append(forward.call)
+                rows.append(self._rows(forward, gradient))
         backward.waiting.clear()
         backward.bytes = 0
+        if rows and not self._by_routine(backward, calls, rows):
+            self._told_of(backward)
+            for call, (use, keys, gradients) in zip(calls, rows, strict=True):
+                kept = self.hold(use.streams[1], gradients) if self._values else gradients.detach()
+                arrived = self._arrived(call, self.hold(use.streams[0], keys), kept)
+                arrived.sketch = use.sketch(keys, gradients)
+                backward.arrived.append(arrived)
 
-    def _place(self, stream: str, rows: Tensor) -> tuple[Held | Tensor, int]:
-        """Where rows are kept, and the address to which they are still to be copied; 0 for nowhere."""
-        held = self.reserve(stream, rows)
-        return (self.hold(stream, rows), 0) if held is None else (held, held.address)
+    def _by_routine(self, backward: _Backward, calls: list[_Call], rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
+        """Have compiled loops take in what has arrived; False where they cannot."""
+        if self._targets.swift.loops is None or not Taking.possible(rows):
+            return False
+        if self._routine is None or not self._routine.matches(rows):
+            self._routine = Taking(rows, self._values, self._targets.swift)
+        found = self._routine.take(rows, self.reserve)
+        if found is None:
+            return False
+        taken, finite = found
+        # Gradients that are not kept are needed once more only to count the events that are not finite.
+        needed = [gradients for _, _, gradients in rows] if not finite and not self._values else []
+        backward.taken.append((self._routine, taken, calls, needed))
+        return True
 
-    def _rows(self, call: _Forward, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        use = call.use
-        if call.stored._version != call.version and not use.copy_at_forward:
+    def _told_of(self, backward: _Backward) -> None:
+        """Make rows that have arrived of what routines have copied."""
+        for routine, taken, calls, needed in backward.taken:
+            arrived = [self._arrived(call, held, None) for call, held in zip(calls, taken.held, strict=False)]
+            routine.tell(taken, arrived)
+            for one, gradients in zip(arrived, needed, strict=False):
+                one.kept_gradients = gradients
+            backward.arrived += arrived
+        backward.taken.clear()
+
+    def _arrived(self, call: _Call, keys: Tensor | Held, gradients: Tensor | None) -> Arrived:
+        examples, positions = self._numbers(call)
+        return Arrived(call.order, call.use, keys, gradients, examples, positions, call.fixed, call.use.trained)
+
+    def _rows(self, forward: _Forward, gradient: Tensor) -> tuple[Use, Tensor, Tensor]:
+        use, stored = forward.call.use, forward.stored
+        if stored._version != forward.version and not use.copy_at_forward:
             use.copy_at_forward = True
             self._tell(
                 f"in-place {use.map}",
                 f"{use.map}: its input was changed in place between forward and backward; "
                 "from now on it is copied at forward",
             )
-        keys = use.kind.keys(call.stored)
-        if keys.dtype != gradient.dtype:  # under autocast the product is in the output's dtype: so is the key
-            keys = keys.to(gradient.dtype)
-        return keys, use.kind.gradients(gradient.detach())
+        keys, gradients = use.kind.keys(stored), use.kind.gradients(gradient)
+        if keys.dtype != gradients.dtype:  # under autocast the product is in the output's dtype: so is the key
+            keys = keys.to(gradients.dtype)
+        return use, keys, gradients
 
-    def _no_numbers(self, call: _Forward, events: int) -> tuple[Tensor, Tensor]:
+    def _numbers(self, call: _Call) -> tuple[Tensor, Tensor]:
+        """The example and the position of every event of a call."""
+        leading = call.use.kind.leading(call.shape)
+        numbers = None if call.batch is None else call.batch.fit(leading)
+        if numbers is not None:
+            return numbers
         if call.batch is not None:
             self._tell(
                 f"ids {call.use.map}",
                 f"{call.use.map}: ids of shape {list(call.batch.ids.shape)} fit no dimension of its input "
-                f"{list(call.use.kind.leading(call.stored))}; its events get example {NO_EXAMPLE}",
+                f"{list(leading)}; its events get example {NO_EXAMPLE}",
             )
         else:
             self._tell("no ids", f"no ids are given (recorder.batch); events get example {NO_EXAMPLE}")
+        events = math.prod(leading)
         return torch.full((events,), NO_EXAMPLE), torch.zeros(events, dtype=torch.int64)
 
     def _ended(self, task: int) -> None:
@@ -234,9 +260,30 @@ class Capture:
         if backward is not None:
             self._take_in(backward)
             del self._open[task]
-            others = [p for p in self._accumulated if not self._settle(self._by_parameter[id(p)], backward)]
-            # A backward pass within another leaves the other's gradients to it.
-            self._accumulated[:] = others if self._open else []
+            backward.accumulated = self._accumulated[:]
+            if self._open:  # a backward pass within another leaves the other's gradients to it
+                self._catch_up()
+                self._accumulated[:] = self._settle_all(backward)
+                return
+            self._accumulated.clear()
+            self._ended_since.append(backward)
+            if len(self._ended_since) >= LATE:
+                self._catch_up()
+
+    def ended_since(self) -> list[_Backward]:
+        """The backward passes that have ended since this was asked last; they are still to be settled."""
+        ended, self._ended_since = self._ended_since, []
+        return ended
+
+    def settle_all(self, ended: Sequence[_Backward]) -> None:
+        """Make what arrived in these backward passes events."""
+        for backward in ended:
+            self._settle_all(backward)
+
+    def _settle_all(self, backward: _Backward) -> list[Tensor]:
+        """The parameters that took their gradient from elsewhere."""
+        self._told_of(backward)
+        return [p for p in backward.accumulated if not self._settle(self._by_parameter[id(p)], backward)]
 
     @property
     def within_backward(self) -> bool:
@@ -247,7 +294,9 @@ class Capture:
         """An optimiser is about to step this parameter within a backward pass: its gradient is there already."""
         backward = self._open.get(torch._C._current_graph_task_id())
         if backward is not None:
+            self._catch_up()
             self._take_in(backward)
+            self._told_of(backward)
             self._settle(target, backward)
 
     def _settle(self, target: Target, backward: _Backward) -> bool:
@@ -276,7 +325,9 @@ class Capture:
     def leave_arena(self) -> None:
         """Copy what is still waiting for its step: the arena is about to be used for other rows."""
         waiting = [row for target in self._targets.parameters for one in target.passes for row in one.rows]
-        waiting += [row for backward in self._open.values() for row in backward.arrived]
+        for backward in self._open.values():
+            self._told_of(backward)
+            waiting += backward.arrived
         for row in dict.fromkeys(waiting):
             row.move_out()
 
@@ -301,5 +352,4 @@ def _product(output: Tensor) -> Tensor:
 
 def _is_batched(tensor: Tensor) -> bool:
     """Whether a tensor lives inside a vmap, where nothing ever accumulates into a parameter."""
-    functorch = torch._C._functorch
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    return bool(is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor))

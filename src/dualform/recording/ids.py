@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,11 @@ NO_EXAMPLE = -1
 
 @dataclass
 class Batch:
-    """The ids of the batch at work, and whether they fitted any layer so far."""
+    """The ids of the batch at work, and the shapes of the inputs that layers saw meanwhile."""
 
     ids: Int64[Tensor, "..."]
     dim: int
-    fitted: int = 0
-    misfits: tuple[int, ...] | None = None
+    shapes: dict[torch.Size, Any] = field(default_factory=dict)
     fits: dict[tuple[int, ...], tuple[Tensor, Tensor] | None] = field(default_factory=dict)
 
     def fit(self, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
@@ -55,6 +55,12 @@ def read_ids(ids: Any, examples: int | None) -> Int64[Tensor, "..."]:
     return tensor
 
 
+@functools.lru_cache(maxsize=8)
+def _nowhere(events: int) -> Int64[Tensor, " events"]:
+    """Position 0 for every event; shared, since nobody writes to it."""
+    return torch.zeros(events, dtype=torch.int64)
+
+
 def fit_ids(batch: Batch, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
     """The example and the position of every event of an input with these leading dimensions.
 
@@ -64,7 +70,7 @@ def fit_ids(batch: Batch, leading: tuple[int, ...]) -> tuple[Tensor, Tensor] | N
     events = math.prod(leading)
     ids, dim = batch.ids, batch.dim
     if ids.numel() == events:
-        return ids.reshape(-1), torch.zeros(events, dtype=torch.int64)
+        return ids.reshape(-1), _nowhere(events)
     if ids.ndim != 1 or len(leading) <= dim or len(ids) != leading[dim]:
         return None
     rest = [size for at, size in enumerate(leading) if at != dim]

@@ -5,6 +5,7 @@ of all layers, and torch's own threads share it: each takes the next part of a j
 takes which part makes no difference to any result.
 """
 
+import ctypes
 from typing import Any, no_type_check
 
 import numba
@@ -13,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from dualform.recording.jobs import COPY, FIELDS, HEAD, PROJECT, TAKE
+from dualform.recording.jobs import COMPARE, COPY, FIELDS, HEAD, JOBS, PROJECT, SPOILED, TAKE
 
 Array = np.ndarray[Any, Any]
 FAST = {"reassoc", "contract"}
@@ -109,6 +110,13 @@ def _move(source: int, target: int, count: int) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
+def _after(job: Array) -> int:
+    """Where the sizes of the parts are: behind their sums and the heads, on a whole fp64 number."""
+    return job[11] + (4 * (5 * job[3] * job[4] + 4 * job[1]) + 7) // 8 * 8
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
 def _take(job: Array, part: int) -> None:
     """Copy some rows of keys and gradients, and sketch them into a sum of their own."""
     rows, width, out, parts = job[1], job[2], job[3], job[4]
@@ -117,25 +125,25 @@ def _take(job: Array, part: int) -> None:
     keys = carray(_floats(job[5] + 4 * start * width), (count, width))
     gradients = carray(_floats(job[6] + 4 * start * out), (count, out))
     heads = carray(_floats(job[11] + 4 * (5 * out * parts + 4 * start)), (count, 4))
+    sums = carray(_doubles(_after(job)), 2 * parts)
     if job[8]:
         _move(job[5] + 4 * start * width, job[8] + 4 * start * width, count * width)
     _multiply(keys, carray(_floats(job[7]), (4, width)), heads)
     if job[9]:
         _move(job[6] + 4 * start * out, job[9] + 4 * start * out, count * out)
     _add_rows(heads, gradients, carray(_floats(job[11] + 20 * out * part), (5, out)))
-    sums = carray(_doubles(job[13]), 3 + 2 * parts)
     of_weight = of_bias = _NONE
     for row in range(count):
         size = np.float64(_square(gradients, row))
         of_bias += size
         of_weight += size * _square(keys, row)
-    sums[3 + 2 * part], sums[4 + 2 * part] = of_weight, of_bias
+    sums[2 * part], sums[2 * part + 1] = of_weight, of_bias
 
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _took(job: Array) -> None:
-    """All parts are there: their sums, the sizes of their terms, and whether the sums are finite."""
+def _took(job: Array) -> bool:
+    """All parts are there: their sums, and the sizes of their terms; whether the sums are finite."""
     out, parts = job[3], job[4]
     total, each = carray(_floats(job[10]), 5 * out), carray(_floats(job[11]), (parts, 5 * out))
     for at in range(5 * out):
@@ -146,35 +154,35 @@ def _took(job: Array) -> None:
     spoiled = _ZERO
     for at in range(5 * out):
         spoiled += total[at] * _ZERO  # NaN where it is not finite
-    sums = carray(_doubles(job[13]), 3 + 2 * parts)
+    each_sum, sums = carray(_doubles(_after(job)), 2 * parts), carray(_doubles(job[13]), 2)
     sums[0] = sums[1] = _NONE
     for part in range(parts):
-        sums[0] += sums[3 + 2 * part]
-        sums[1] += sums[4 + 2 * part]
-    sums[2] = 1.0 if spoiled == _ZERO else _NONE
+        sums[0] += each_sum[2 * part]
+        sums[1] += each_sum[2 * part + 1]
+    return spoiled == _ZERO
 
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _compare(job: Array, start: int, stop: int, first: int, columns: int, part: int) -> None:
-    """‖G‖², G·S and ‖S‖² of a gradient's sketch and of some columns of what the events put into it, in fp64."""
-    rows = job[1]
+def _compare(job: Array) -> None:
+    """‖G‖², G·S and ‖S‖² of the sketch of a gradient and of some rows of what the events put into it, in fp64."""
+    rows, columns, first = job[1], job[2], job[3]
     result, events = carray(_floats(job[10]), (rows, columns)), carray(_floats(job[12]), (5, rows))
     gradient = common = own = _NONE
-    for row in range(start, stop):
+    for row in range(rows):
         for c in range(columns):
             g, s = np.float64(result[row, c]), np.float64(events[first + c, row])
             gradient += g * g
             common += g * s
             own += s * s
-    sums = carray(_doubles(job[13] + 24 * part), 3)
+    sums = carray(_doubles(job[13]), 3)
     sums[0], sums[1], sums[2] = gradient, common, own
 
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
 def _project(job: Array, part: int) -> None:
-    """Multiply some rows of a matrix with the probe's columns, and compare them with what the events say."""
+    """Multiply some rows of a matrix with the probe's columns."""
     rows, width, parts = job[1], job[2], job[4]
     start, stop = rows * part // parts, rows * (part + 1) // parts
     count = stop - start
@@ -182,28 +190,17 @@ def _project(job: Array, part: int) -> None:
     if job[0] == PROJECT:
         result = carray(_floats(job[10] + 16 * start), (count, 4))
         _multiply(matrix, carray(_floats(job[7]), (4, width)), result)
-        if job[12]:
-            _compare(job, start, stop, 0, 4, part + 1)
     else:
         wide = carray(_doubles(job[10] + 32 * start), (count, 4))
         _multiply(matrix, carray(_doubles(job[7]), (4, width)), wide)
 
 
-@numba.njit(nogil=True, error_model="numpy")
+@numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
 @no_type_check
-def _projected(job: Array) -> None:
-    sums = carray(_doubles(job[13]), 3 * (job[4] + 1))
-    for c in range(3):
-        sums[c] = _NONE
-        for part in range(job[4]):
-            sums[c] += sums[3 * (part + 1) + c]
-
-
-@numba.njit("void(i8[::1])", cache=True, nogil=True, error_model="numpy")
-@no_type_check
-def work(table: Array) -> None:
+def _work(start) -> None:
     """Take the next part of the table's jobs until none is left."""
-    jobs = table[1]
+    jobs = carray(start, HEAD)[JOBS]
+    table = carray(start, HEAD + FIELDS * jobs)
     while True:
         turn = _next(table, 0)
         number = 0
@@ -216,21 +213,17 @@ def work(table: Array) -> None:
         job = table[at : at + FIELDS]
         if job[0] == TAKE:
             _take(job, turn)
-        elif job[0] == COPY:  # a bias is its own sketch
+            if _next(table, at + FIELDS - 1) == job[4] - 1 and not _took(job):  # that was the last part
+                table[SPOILED] = 1
+        elif job[0] == COPY:
             _move(job[5], job[10], job[1])
-            if job[12]:
-                _compare(job, 0, job[1], 4, 1, 0)
+        elif job[0] == COMPARE:
+            _compare(job)
         else:
             _project(job, turn)
-        if _next(table, at + FIELDS - 1) == job[4] - 1:  # the last part of its job
-            if job[0] == TAKE:
-                _took(job)
-            elif job[0] == PROJECT and job[12]:
-                _projected(job)
 
 
-@numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
-@no_type_check
-def team(table) -> None:
-    """The same, as torch's threads call it."""
-    work(carray(table, HEAD + FIELDS * carray(table, HEAD)[1]))
+address: int = _work.address
+"""Where the loop is, for torch's threads."""
+alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address)
+"""The loop in this thread alone; it takes the address of a table."""

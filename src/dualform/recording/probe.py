@@ -87,14 +87,13 @@ class Evidence:
         previous: Vector | None,
         half: bool,
         weight: Callable[[], Vector],
-        products: tuple[float, float, float] | None = None,
     ) -> None:
         self.target = target
         self.passes = passes
         self.gradient = gradient
         self.previous = previous
         self.precision = precision(target, half)
-        self._weight, self._products = weight, products
+        self._weight = weight
 
     @cached_property
     def norm(self) -> float:
@@ -104,7 +103,7 @@ class Evidence:
     @property
     def products(self) -> tuple[float, float, float]:
         """‖G‖², G·S and ‖S‖² of the gradient's sketch and of that of its only pass."""
-        return self._products or products(self.gradient, self.passes[0].sketch)
+        return products(self.gradient, self.passes[0].sketch)
 
     @cached_property
     def finite(self) -> list[bool]:

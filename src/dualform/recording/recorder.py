@@ -58,7 +58,6 @@ class Recorder:
         self._keep, self._resume_at, self._recipe, self._on_error = keep, resume_at, recipe, on_error
         self._targets = find_targets(model, layers, seed=0x0D0A1F)
         self._examples = len(columns[0]) if columns else None
-        self._batch: Batch | None = None
         self._told: dict[str, str] = {}
         self._told_before: tuple[str, ...] = ()
         self._handles: list[Any] = []
@@ -73,8 +72,8 @@ class Recorder:
             self._targets,
             self._shield,
             self._tell,
-            batch=lambda: self._batch,
             wanted=lambda target: self._stepping.owns(target),
+            catch_up=lambda: self._stepping.catch_up(),
             values=keep == "all",
         )
         self._stepping = Stepping(
@@ -148,20 +147,21 @@ class Recorder:
         """
         if self._writer is None:
             raise BadCall("this recorder was not started: use `with dualform.record(…) as recorder:`, or start().")
-        if self._batch is not None:
+        if self._capture.batch is not None:
             raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
         if not isinstance(dim, int) or dim < 0:
             raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim!r}.")
-        batch = self._batch = Batch(read_ids(ids, self._examples), dim)
+        batch = self._capture.batch = Batch(read_ids(ids, self._examples), dim)
         try:
             yield
         finally:
-            self._batch = None
+            self._capture.batch = None
             self._capture.forget_unfinished()
-        if batch.misfits is not None and not batch.fitted:
+        seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
+        if seen and not any(run_plain(batch.fit, leading) for leading in seen):
             raise BadIds(
                 f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
-                f"{list(batch.misfits)}. Pass one id per row, one per example along dimension {dim}, "
+                f"{list(seen[-1])}. Pass one id per row, one per example along dimension {dim}, "
                 "or name the batch dimension with recorder.batch(ids, dim=…)."
             )
 

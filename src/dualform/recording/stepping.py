@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from dualform.memory import Call, Finding, PassRow, StepRow
@@ -17,9 +18,10 @@ from dualform.memory.files import bytes_hash
 from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday, everyday_fit, everyday_stretch
-from dualform.recording.probe import Evidence, Fit, fit_all
-from dualform.recording.probe import products as products_of
-from dualform.recording.reading import Products, Reading, Step, sketch_gradients
+from dualform.recording.jobs import fits
+from dualform.recording.probe import Evidence, Fit, fit_all, products
+from dualform.recording.reading import Reading, Step
+from dualform.recording.routine import Sketching, compare
 from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
@@ -51,6 +53,7 @@ class Stepping:
         self._owner: dict[Target, int] = {}
         self._draft: Step | None = None
         self._pending: list[Step] = []
+        self._routine: Sketching | None = None
         self._calm = 0
         self._previous: dict[Target, Sketch] = {}
         self._watches: dict[Target, Watch] = {}
@@ -124,7 +127,7 @@ class Stepping:
         linear = is_linear(optimizer)
         within = self._capture.within_backward  # an optimiser that steps as soon as a gradient is there
         seen: list[tuple[Target, Settings | None]] = []
-        gradients: list[tuple[Target, Tensor]] = []
+        gradients: list[Tensor] = []
         for target, group in self._owned(index):
             parameter = target.parameter
             if linear and parameter._version != self._watches[target].version:
@@ -137,31 +140,48 @@ class Stepping:
                 seen.append((target, None))
             else:
                 seen.append((target, read_settings(optimizer, group, parameter)))
-                gradients.append((target, gradient))
-        sketches = iter(sketch_gradients(gradients, self._targets.swift))
-        readings: list[Reading] = []
-        for target, settings in seen:
-            if settings is None:
-                readings.append(Reading(target, target.passes))
-            else:
-                sketch, products = next(sketches)
-                readings.append(Reading(target, target.passes, settings, sketch, unscale, target.half, products))
-        self._draft = Step(index, readings)
-        if self._calm < CALM:
-            self._draft.fits = self._judge(self._draft, late=False)
+                gradients.append(gradient)
+        unmade = [] if self._draft is None else self._draft.backwards  # of a step that failed
+        backwards = [*unmade, *self._capture.ended_since()]
+        step = self._draft = Step(index, seen, self._sketched(seen, gradients), backwards, unscale)
+        if self._calm < CALM or within:
+            self.flush()
+            self._read(step)
+            step.fits = self._judge(step, late=False)
+
+    def _sketched(
+        self, seen: Sequence[tuple[Target, Settings | None]], gradients: Sequence[Tensor]
+    ) -> Callable[[], list[Sketch]]:
+        """Sketch the gradients; what returns the sketches when they are needed."""
+        targets = [target for target, settings in seen if settings is not None]
+        if self._targets.swift.loops is None or not all(map(fits, gradients)):
+            sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
+            return lambda: sketches
+        if self._routine is None or self._routine.targets != targets:
+            self._routine = Sketching(targets, self._targets.swift)
+        return partial(self._routine.tell, self._routine.sketch(gradients))
+
+    def _read(self, step: Step) -> None:
+        """Make of a step what was left until now: the passes behind its gradients, and the sketches of these."""
+        self._capture.settle_all(step.backwards)
+        step.backwards = ()
+        sketches = iter(step.sketches())
+        step.readings = [
+            Reading(t, t.passes, settings, None if settings is None else next(sketches), step.unscale, t.half)
+            for t, settings in step.seen
+        ]
 
     def _judge(self, step: Step, late: bool) -> dict[Target, Fit]:
         """What the gradients of a step are made of; `late` where the parameters have moved on since."""
         evidence: dict[Target, Evidence] = {}
-        for target, passes, _, sketch, unscale, half, products in step.readings:
+        for target, passes, _, sketch, unscale, half in step.readings:
             if sketch is not None:
                 gradient = sketch.astype(np.float64)
-                if unscale != 1.0:
-                    gradient, products = gradient * unscale, None
+                gradient = gradient if unscale == 1.0 else gradient * unscale
                 previous = self._previous.get(target)
                 previous = None if previous is None else previous.astype(np.float64)
                 weight = self._watches[target].predicted if late else partial(_weight, target)
-                evidence[target] = Evidence(target, passes, gradient, previous, half, weight, products)
+                evidence[target] = Evidence(target, passes, gradient, previous, half, weight)
                 step.gradients[target] = gradient
         with np.errstate(all="ignore"):
             fits = everyday(evidence, self._scales)
@@ -175,9 +195,8 @@ class Stepping:
             return
         if all(target.equations == 1 for target in targets):
             return  # single numbers accept any scale
-        products = np.array([[_products(reading) for reading in step.readings] for step in steps])
         with np.errstate(all="ignore"):
-            found = everyday_stretch(products)
+            found = everyday_stretch(self._products(steps).reshape(len(steps), len(targets), 3))
         if found is None:
             return
         scales, remainders = found[0], found[1].tolist()
@@ -191,25 +210,41 @@ class Stepping:
             for reading in step.readings:
                 reading.passes[0].rows[0].finite = True
 
+    def _products(self, steps: Sequence[Step]) -> Float64[np.ndarray, "readings 3"]:
+        """‖G‖², G·S and ‖S‖² of the sketches of every gradient of plain steps, and of the events behind it."""
+        readings = [(one.sketch, one) for step in steps for one in step.readings if one.sketch is not None]
+        if self._targets.swift.loops is None:
+            return np.array([products(sketch.astype(np.float64), one.passes[0].sketch) for sketch, one in readings])
+        pairs = [(one.target, sketch, one.passes[0].rows[0].raw) for sketch, one in readings]
+        return compare(pairs, self._targets.swift)
+
     def finish(self, index: int, others: Mapping[str, Tensor]) -> None:
         """The step was made."""
         step, self._draft = self._draft, None
-        if step is None:  # a closure that was never called
-            step = Step(index, [Reading(target, target.passes) for target, _ in self._owned(index)])
         self.steps += 1
         self._targets.swift.reached(self.steps)
+        if step is None:  # a closure that was never called
+            step = Step(index, [(target, None) for target, _ in self._owned(index)], list, self._capture.ended_since())
         step.number, step.others = self.steps, others
-        for reading in step.readings:
-            target = reading.target
-            target.passes, target.half = [], False
+        for target, _ in step.seen:
             self._watches[target].version = target.parameter._version
         self._pending.append(step)
         if step.fits is not None or len(self._pending) >= AT_A_TIME:
             self.flush()
 
+    def catch_up(self) -> None:
+        """Work out all that was left until later."""
+        self.flush()
+        self._capture.settle_all(self._capture.ended_since())
+
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
         pending, self._pending = self._pending, []
+        for step in pending:
+            if step.fits is None:
+                self._read(step)
+            for target, _ in step.seen:
+                target.passes, target.half = [], False
         self._judge_together(pending)
         for step in pending:
             if step.fits is None:
@@ -280,7 +315,7 @@ class Stepping:
 
     def check_all(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Compare every weight with its prediction; the sketches of weights and velocities as they are now."""
-        self.flush()
+        self.catch_up()
         sketches = {target: target.sketch(target.parameter) for target in self._targets.parameters}
         for target, sketch in sketches.items():
             self._check(target, self.steps, sketch)
@@ -318,12 +353,6 @@ class Stepping:
         else:
             self._findings[key] = Finding(target.name, kind, since, step, reason)
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
-
-
-def _products(reading: Reading) -> Products:
-    """‖G‖², G·S and ‖S‖² of a plain step's gradient."""
-    assert reading.sketch is not None
-    return reading.products or products_of(reading.sketch.astype(np.float64), reading.passes[0].sketch)
 
 
 def _is_plain(step: Step, targets: Sequence[Target]) -> bool:

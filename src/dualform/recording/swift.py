@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.fast import load
-from dualform.recording.jobs import Jobs, Scratch, fits
+from dualform.recording.jobs import RESULT, fits, projecting, run
 
 PAYS = 1 << 26  # numbers that a run has sketched by torch, after which loading the loops pays
 
@@ -23,25 +23,26 @@ class Swift:
 
     def __init__(self) -> None:
         self.numbers = 0
-        self._loops: ModuleType | None = None
-        self._scratch = Scratch()
+        self.loops: ModuleType | None = None
         self._tried = False
 
     def reached(self, step: int) -> None:
         """So many steps were made."""
         if not self._tried and step * self.numbers > PAYS:
             self._tried = True
-            self._loops = load("dualform.recording.loops")
+            self.loops = load("dualform.recording.loops")
 
-    def jobs(self) -> Jobs | None:
-        """An empty table of jobs; None where torch has to do them."""
-        return None if self._loops is None else Jobs(self._loops, self._scratch)
+    def run(self, jobs: list[int]) -> bool:
+        """Do these jobs; whether every sketch came out finite."""
+        assert self.loops is not None
+        return run(jobs, self.loops)
 
     def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
         """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""
-        jobs = self.jobs()
-        if jobs is None or not fits(rows) or not len(rows):
+        if self.loops is None or not fits(rows) or not len(rows):
             return None
-        jobs.project(rows, columns, events=0)
-        result, _ = jobs.run()
-        return torch.from_numpy(result).view(columns.dtype).reshape(len(rows), len(columns))
+        result = torch.empty(len(rows), len(columns), dtype=columns.dtype)
+        job = projecting(rows, columns)
+        job[RESULT] = result.data_ptr()
+        self.run(job)
+        return result

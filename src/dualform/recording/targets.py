@@ -79,11 +79,6 @@ class Arrived:
         assert self.sketch is not None
         return self.sketch
 
-    @property
-    def address(self) -> int:
-        """Where the sketch is, for the compiled loops; 0 where they cannot read it."""
-        return self.sketch.ctypes.data if isinstance(self.sketch, np.ndarray) and self.sizes is not None else 0
-
     @cached_property
     def vectors(self) -> tuple[Vector, Vector]:
         """Σ g_t (x_t · R) and Σ g_t, flat."""
@@ -165,6 +160,8 @@ class Target:
     def quick_sketch(self, matrix: Tensor) -> Sketch:
         """The sketch in the matrix's own precision, fp32 at least: good to some rounding errors of that precision."""
         matrix = matrix.detach()
+        if matrix.is_sparse:
+            matrix = matrix.to_dense()
         if not matrix.is_cpu or matrix.dtype not in (torch.float32, torch.float64):
             half = matrix.dtype not in (torch.float32, torch.float64)
             return self.sketch(matrix, torch.float32 if half else matrix.dtype).numpy().reshape(-1)
