@@ -24,7 +24,8 @@ class Call:
     """The events that one use of a weight made in one backward pass: a row each, in the order of the input.
 
     `fixed` says that the keys depend on no trained parameter, so that they may come again. `nonfinite` counts the
-    events with a NaN or an infinity. `gradients` is None where the keep level has none.
+    events with a NaN or an infinity. `gradients` is None where the keep level has none. With `steps` above 1 it stands
+    for as many such calls, with as many events each, in steps and backward passes that follow each other.
     """
 
     use: int
@@ -35,6 +36,12 @@ class Call:
     positions: Int64[Tensor, " events"]
     fixed: bool = False
     nonfinite: int = 0
+    steps: int = 1
+
+    def counts(self, step: int) -> list[tuple[int, int, int, int]]:
+        """Step, backward, use and events of every call, the first of which belongs to `step`."""
+        events = len(self.keys) // self.steps
+        return [(step + at, self.backward + at, self.use, events) for at in range(self.steps)]
 
     @property
     def bytes(self) -> int:

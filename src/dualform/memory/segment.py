@@ -24,7 +24,7 @@ class Entries:
 
     def __init__(self, calls: Sequence[tuple[int, Call]]) -> None:
         self.calls = [call for _, call in calls]
-        self.counts = [(step, call.backward, call.use, len(call.keys)) for step, call in calls]
+        self.counts = [count for step, call in calls for count in call.counts(step)]
         self.keys: list[Tensor] = [call.keys for call in self.calls]
         self.examples = _joined([call.examples for call in self.calls])
         self.positions = _joined([call.positions for call in self.calls])

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,50 +18,15 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils.hooks import RemovableHandle
 
 from dualform.memory.arena import Held
+from dualform.recording.backward import Backward, Copied, Forward, Known
 from dualform.recording.ids import NO_EXAMPLE, Batch
 from dualform.recording.plain import run_plain
-from dualform.recording.routine import Reserve, Taken, Taking
+from dualform.recording.routine import Reserve, Taking
 from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
 LATE = 64  # backward passes that wait to be settled
 PENDING = 1024  # backward passes that one parameter may gather before a step
-
-
-class _Call(NamedTuple):
-    """What is known of one call of a module; `fixed`: its input depends on no trained parameter."""
-
-    order: int
-    use: Use
-    shape: torch.Size
-    fixed: bool
-    batch: Batch | None
-
-
-class _Forward(NamedTuple):
-    """A call, with its input by reference."""
-
-    call: _Call
-    stored: Tensor
-    version: int
-
-
-@dataclass
-class _Backward:
-    """What arrived in one backward pass so far, and which parameters have taken it up.
-
-    `waiting` are calls and their gradients as they came, still to be copied; `taken` is what a routine copied, and is
-    still to be told of. `accumulated` are the parameters that took a gradient.
-    """
-
-    fresh: list[Target]
-    waiting: list[tuple[_Forward, Tensor]] = field(default_factory=list)
-    bytes: int = 0
-    taken: list[tuple[Taking, Taken, list[_Call], list[Tensor]]] = field(default_factory=list)
-    arrived: list[Arrived] = field(default_factory=list)
-    accumulated: list[Tensor] = field(default_factory=list)
-    settled: set[Target] = field(default_factory=set)
-    number: int | None = None
 
 
 def inert(*_: Any) -> None:
@@ -110,8 +74,8 @@ class Capture:
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
         self._order = 0
         self.backwards = 0
-        self._open: dict[int, _Backward] = {}
-        self._ended_since: list[_Backward] = []
+        self._open: dict[int, Backward] = {}
+        self._ended_since: list[Backward] = []
         self._routine: Taking | None = None
         self._accumulated: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
@@ -151,14 +115,14 @@ class Capture:
         batch, shape = self.batch, stored.shape
         if batch is not None:
             batch.shapes[shape] = use
-        call = _Call(self._order, use, shape, not stored.requires_grad, batch)
+        call = Known(self._order, use, shape, not stored.requires_grad, batch)
         if use.copy_at_forward:
             stored = stored.detach().clone()
         self._order += 1
-        forward = _Forward(call, stored, stored._version)
+        forward = Forward(call, stored, stored._version)
         _product(output).register_hook(partial(self.shield, self._saw_gradient, forward))
 
-    def _saw_gradient(self, forward: _Forward, gradient: Tensor) -> None:
+    def _saw_gradient(self, forward: Forward, gradient: Tensor) -> None:
         # Between two large products the interpreter itself has left the cache, and every line here is slow: so the
         # least possible. No user code runs before the backward pass has ended.
         task = torch._C._current_graph_task_id()
@@ -168,21 +132,21 @@ class Capture:
         if backward.bytes > WAITING:
             run_plain(self._take_in, backward)
 
-    def _begun(self, task: int) -> _Backward:
+    def _begun(self, task: int) -> Backward:
         if not self._open:
             self._accumulated.clear()  # by a pass through none of our layers
         fresh = [target for target in self._targets.parameters if target.parameter.grad is None]
-        self._open[task] = _Backward(fresh)
+        self._open[task] = Backward(fresh)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self.shield, run_plain, self._ended, task))
         return self._open[task]
 
-    def _take_in(self, backward: _Backward) -> None:
+    def _take_in(self, backward: Backward) -> None:
         """Copy the keys and gradients that have arrived, and sketch what they put into the parameters."""
-        calls: list[_Call] = []
+        calls: list[Known] = []
         rows: list[tuple[Use, Tensor, Tensor]] = []
         for forward, gradient in backward.waiting:
             if not _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
-                calls.append(forward.call)
+                calls.append(forward.known)
                 rows.append(self._rows(forward, gradient))
         backward.waiting.clear()
         backward.bytes = 0
@@ -194,7 +158,7 @@ class Capture:
                 arrived.sketch = use.sketch(keys, gradients)
                 backward.arrived.append(arrived)
 
-    def _by_routine(self, backward: _Backward, calls: list[_Call], rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
+    def _by_routine(self, backward: Backward, calls: list[Known], rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Have compiled loops take in what has arrived; False where they cannot."""
         if self._targets.swift.loops is None or not Taking.possible(rows):
             return False
@@ -206,25 +170,25 @@ class Capture:
         taken, finite = found
         # Gradients that are not kept are needed once more only to count the events that are not finite.
         needed = [gradients for _, _, gradients in rows] if not finite and not self._values else []
-        backward.taken.append((self._routine, taken, calls, needed))
+        backward.copied.append(Copied(self._routine, taken, calls, needed))
         return True
 
-    def _told_of(self, backward: _Backward) -> None:
+    def _told_of(self, backward: Backward) -> None:
         """Make rows that have arrived of what routines have copied."""
-        for routine, taken, calls, needed in backward.taken:
+        for routine, taken, calls, needed in backward.copied:
             arrived = [self._arrived(call, held, None) for call, held in zip(calls, taken.held, strict=False)]
             routine.tell(taken, arrived)
             for one, gradients in zip(arrived, needed, strict=False):
                 one.kept_gradients = gradients
             backward.arrived += arrived
-        backward.taken.clear()
+        backward.copied.clear()
 
-    def _arrived(self, call: _Call, keys: Tensor | Held, gradients: Tensor | None) -> Arrived:
-        examples, positions = self._numbers(call)
+    def _arrived(self, call: Known, keys: Tensor | Held, gradients: Tensor | None) -> Arrived:
+        examples, positions = self.numbers(call)
         return Arrived(call.order, call.use, keys, gradients, examples, positions, call.fixed, call.use.trained)
 
-    def _rows(self, forward: _Forward, gradient: Tensor) -> tuple[Use, Tensor, Tensor]:
-        use, stored = forward.call.use, forward.stored
+    def _rows(self, forward: Forward, gradient: Tensor) -> tuple[Use, Tensor, Tensor]:
+        use, stored = forward.known.use, forward.stored
         if stored._version != forward.version and not use.copy_at_forward:
             use.copy_at_forward = True
             self._tell(
@@ -237,7 +201,7 @@ class Capture:
             keys = keys.to(gradients.dtype)
         return use, keys, gradients
 
-    def _numbers(self, call: _Call) -> tuple[Tensor, Tensor]:
+    def numbers(self, call: Known) -> tuple[Tensor, Tensor]:
         """The example and the position of every event of a call."""
         leading = call.use.kind.leading(call.shape)
         numbers = None if call.batch is None else call.batch.fit(leading)
@@ -270,17 +234,22 @@ class Capture:
             if len(self._ended_since) >= LATE:
                 self._catch_up()
 
-    def ended_since(self) -> list[_Backward]:
+    def begin(self) -> None:
+        """Begin a new stretch of steps: what was copied for the last one has been looked at."""
+        if self._routine is not None:
+            self._routine.ring.begin()
+
+    def ended_since(self) -> list[Backward]:
         """The backward passes that have ended since this was asked last; they are still to be settled."""
         ended, self._ended_since = self._ended_since, []
         return ended
 
-    def settle_all(self, ended: Sequence[_Backward]) -> None:
+    def settle_all(self, ended: Sequence[Backward]) -> None:
         """Make what arrived in these backward passes events."""
         for backward in ended:
             self._settle_all(backward)
 
-    def _settle_all(self, backward: _Backward) -> list[Tensor]:
+    def _settle_all(self, backward: Backward) -> list[Tensor]:
         """The parameters that took their gradient from elsewhere."""
         self._told_of(backward)
         return [p for p in backward.accumulated if not self._settle(self._by_parameter[id(p)], backward)]
@@ -299,7 +268,7 @@ class Capture:
             self._told_of(backward)
             self._settle(target, backward)
 
-    def _settle(self, target: Target, backward: _Backward) -> bool:
+    def _settle(self, target: Target, backward: Backward) -> bool:
         """Make the rows of a backward pass events of a parameter that took its gradient from it."""
         if target in backward.settled or not self._wanted(target):
             return target in backward.settled

@@ -53,9 +53,16 @@ def copying(vector: Tensor) -> list[int]:
     return [COPY, vector.numel(), 1, 0, 1, vector.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
-def comparing(rows: int, of_bias: bool, sketch: int, events: int, sums: int) -> list[int]:
-    """‖G‖², G·S and ‖S‖² of the sketch of a gradient and of that of the events behind it."""
-    return [COMPARE, rows, 1 if of_bias else 4, 4 if of_bias else 0, 1, 0, 0, 0, 0, 0, sketch, 0, events, sums, 0, 0]
+def comparing(
+    steps: int, outputs: int, of_bias: bool, sketches: tuple[int, int], events: tuple[int, int], sums: tuple[int, int]
+) -> list[int]:
+    """‖G‖², G·S and ‖S‖² of the sketches of gradients and of the events behind each, for some steps.
+
+    Of each the address is given, and how many bytes further it is at the next step.
+    """
+    columns, first = (1, 4) if of_bias else (4, 0)
+    places = events[0], events[1], sketches[1], first, 0, sketches[0], 0, 0, sums[0], sums[1], 0
+    return [COMPARE, outputs, columns, 0, steps, *places]
 
 
 def run(jobs: list[int], loops: ModuleType) -> bool:

@@ -164,10 +164,11 @@ def _took(job: Array) -> bool:
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _compare(job: Array) -> None:
+def _compare(job: Array, step: int) -> None:
     """‖G‖², G·S and ‖S‖² of the sketch of a gradient and of some rows of what the events put into it, in fp64."""
-    rows, columns, first = job[1], job[2], job[3]
-    result, events = carray(_floats(job[10]), (rows, columns)), carray(_floats(job[12]), (5, rows))
+    rows, columns, first = job[1], job[2], job[8]
+    result = carray(_floats(job[10] + step * job[7]), (rows, columns))
+    events = carray(_floats(job[5] + step * job[6]), (5, rows))
     gradient = common = own = _NONE
     for row in range(rows):
         for c in range(columns):
@@ -175,7 +176,7 @@ def _compare(job: Array) -> None:
             gradient += g * g
             common += g * s
             own += s * s
-    sums = carray(_doubles(job[13]), 3)
+    sums = carray(_doubles(job[13] + step * job[14]), 3)
     sums[0], sums[1], sums[2] = gradient, common, own
 
 
@@ -218,7 +219,7 @@ def _work(start) -> None:
         elif job[0] == COPY:
             _move(job[5], job[10], job[1])
         elif job[0] == COMPARE:
-            _compare(job)
+            _compare(job, turn)
         else:
             _project(job, turn)
 

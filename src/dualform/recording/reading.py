@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from dualform.optimizers import Settings
+from dualform.recording.backward import Backward
 from dualform.recording.probe import Fit
 from dualform.recording.targets import Pass, Sketch, Target
 
@@ -36,7 +37,7 @@ class Step:
     optimizer: int
     seen: Sequence[tuple[Target, Settings | None]]
     sketches: Callable[[], list[Sketch]]
-    backwards: Sequence[Any] = ()
+    backwards: Sequence[Backward] = ()
     unscale: float = 1.0
     number: int = 0
     others: Mapping[str, Tensor] = field(default_factory=dict)

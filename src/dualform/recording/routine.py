@@ -6,12 +6,14 @@ while the training waits; what the results mean is worked out later, for many st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32
 from torch import Tensor
 
 from dualform.memory.arena import Held, Shape
@@ -25,34 +27,70 @@ from dualform.recording.jobs import (
     ROOM,
     ROWS,
     SUMS,
-    comparing,
     copying,
     fits,
     projecting,
     room_of,
     taking,
-)  # fmt: skip
+)
 from dualform.recording.swift import Swift
 from dualform.recording.targets import Arrived, Sketch, Target, Use
 
 Reserve = Callable[[Sequence[tuple[str, Shape]]], list[Held] | None]
-Products = tuple[float, float, float]
-"""‖G‖², G·S and ‖S‖² of the sketches of a gradient and of the events behind it."""
+AT_A_TIME = 32  # steps that are looked at together
+RING = 8 << 20  # bytes that their results may take
+
+
+class Ring:
+    """Room for the results of some steps, one below the other, so that they can be looked at together."""
+
+    def __init__(self, numbers: int) -> None:
+        self._numbers = numbers
+        self._rows = max(min(AT_A_TIME, RING // (4 * numbers + 1)), 1)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, elsewhere: what is there is kept as long as somebody looks at it."""
+        self.results: Float32[np.ndarray, "steps numbers"] = np.empty((0, self._numbers), dtype=np.float32)
+        self._next = self._address = 0
+
+    def next(self) -> tuple[int, int]:
+        """The next row for results, and its address."""
+        if self._next == len(self.results):
+            memory = torch.empty(self._rows, self._numbers, dtype=torch.float32)
+            self.results, self._address, self._next = memory.numpy(), memory.data_ptr(), 0
+        row, self._next = self._next, self._next + 1
+        return row, self._address + 4 * self._numbers * row
 
 
 class Taken(NamedTuple):
     """What a routine made of one backward pass: where its rows are, and the sketches and sizes of all calls."""
 
     held: list[Held]
-    results: Tensor
+    results: Float32[np.ndarray, "steps numbers"]
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sketched:
+    """What a routine made of the gradients of one step."""
+
+    routine: Sketching
+    results: Float32[np.ndarray, "steps numbers"]
+    row: int
+
+    def __call__(self) -> list[Sketch]:
+        """The sketch of every gradient."""
+        flat, at = self.results[self.row], self.routine.at
+        return [flat[start:end] for start, end in itertools.pairwise(at)]
 
 
 class Taking:
     """Copies and sketches the rows of backward passes of one kind: the same calls, with rows of the same shapes."""
 
     def __init__(self, rows: Sequence[tuple[Use, Tensor, Tensor]], values: bool, swift: Swift) -> None:
-        self._swift, self._values = swift, values
-        self._calls = [(use, keys.shape, gradients.shape) for use, keys, gradients in rows]
+        self._swift, self.values = swift, values
+        self.calls = [(use, keys.shape, gradients.shape) for use, keys, gradients in rows]
         self._wanted: list[tuple[str, Shape]] = []
         self._jobs: list[int] = []
         room = 0
@@ -70,7 +108,8 @@ class Taking:
         for at in range(0, len(self._jobs), FIELDS):
             self._jobs[at + ROOM] += self._room.data_ptr()
         # Of every call two sizes in fp64, then of every call its sketch.
-        self._at = np.cumsum([4 * len(rows), *(5 * shape[1] for _, _, shape in self._calls)]).tolist()
+        self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, _, shape in self.calls)]).tolist()
+        self.ring = Ring(self.at[-1])
 
     @staticmethod
     def possible(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
@@ -79,9 +118,9 @@ class Taking:
 
     def matches(self, rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether these are the calls and shapes that the routine is for."""
-        return len(rows) == len(self._calls) and all(
+        return len(rows) == len(self.calls) and all(
             use is known and keys.shape == of_keys and gradients.shape == of_gradients
-            for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self._calls, strict=True)
+            for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self.calls, strict=True)
         )
 
     def take(self, rows: Sequence[tuple[Use, Tensor, Tensor]], reserve: Reserve) -> tuple[Taken, bool] | None:
@@ -89,26 +128,26 @@ class Taking:
         held = reserve(self._wanted)
         if held is None:
             return None
-        results = torch.empty(self._at[-1], dtype=torch.float32)
-        start, jobs, each = results.data_ptr(), self._jobs, iter(held)
+        row, start = self.ring.next()
+        jobs, each = self._jobs, iter(held)
         for number, (_, keys, gradients) in enumerate(rows):
             at = number * FIELDS
             jobs[at + MATRIX], jobs[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
             jobs[at + KEYS_TO] = next(each).address
-            if self._values:
+            if self.values:
                 jobs[at + GRADIENTS_TO] = next(each).address
-            jobs[at + RESULT], jobs[at + SUMS] = start + 4 * self._at[number], start + 16 * number
-        return Taken(held, results), self._swift.run(jobs)
+            jobs[at + RESULT], jobs[at + SUMS] = start + 4 * self.at[number], start + 16 * number
+        return Taken(held, self.ring.results, row), self._swift.run(jobs)
 
     def tell(self, taken: Taken, arrived: Sequence[Arrived]) -> None:
         """Say of every call where its rows are, what their sketch is, and how large their terms are."""
-        results, each = taken.results.numpy(), iter(taken.held)
+        results, each = taken.results[taken.row], iter(taken.held)
         sizes = results[: 4 * len(arrived)].view(np.float64)
         for number, one in enumerate(arrived):
             one.kept_keys = next(each)
-            if self._values:
+            if self.values:
                 one.kept_gradients = next(each)
-            at, end = self._at[number : number + 2]
+            at, end = self.at[number : number + 2]
             one.sketch = results[at:end].reshape(5, -1)
             one.sizes = float(sizes[2 * number]), float(sizes[2 * number + 1])
 
@@ -128,33 +167,15 @@ class Sketching:
             else:
                 self._jobs += projecting(parameter, target.columns(torch.float32, torch.device("cpu")))
                 sizes.append(4 * len(parameter))
-        self._at = np.cumsum([0, *sizes]).tolist()
+        self.at: list[int] = np.cumsum([0, *sizes]).tolist()
+        self.ring = Ring(self.at[-1])
 
-    def sketch(self, gradients: Sequence[Tensor]) -> Tensor:
+    def sketch(self, gradients: Sequence[Tensor]) -> Sketched:
         """The sketches of all gradients, one after the other."""
-        results = torch.empty(self._at[-1], dtype=torch.float32)
-        start, jobs = results.data_ptr(), self._jobs
+        row, start = self.ring.next()
+        jobs = self._jobs
         for number, gradient in enumerate(gradients):
             at = number * FIELDS
-            jobs[at + MATRIX], jobs[at + RESULT] = gradient.data_ptr(), start + 4 * self._at[number]
+            jobs[at + MATRIX], jobs[at + RESULT] = gradient.data_ptr(), start + 4 * self.at[number]
         self._swift.run(jobs)
-        return results
-
-    def tell(self, results: Tensor) -> list[Sketch]:
-        """The sketch of every gradient."""
-        flat = results.numpy()
-        return [flat[at:end] for at, end in zip(self._at, self._at[1:], strict=False)]
-
-
-def compare(
-    pairs: Sequence[tuple[Target, Float32[np.ndarray, "_"], Float32[np.ndarray, "_ _"]]], swift: Swift
-) -> Float64[np.ndarray, "pairs 3"]:
-    """‖G‖², G·S and ‖S‖² for the sketches of gradients and what the events behind each put into it."""
-    sums = np.empty((len(pairs), 3))
-    start = sums.ctypes.data
-    jobs: list[int] = []
-    for number, (target, sketch, events) in enumerate(pairs):
-        of_bias, rows = target.projection is None, events.shape[1]
-        jobs += comparing(rows, of_bias, sketch.ctypes.data, events.ctypes.data, start + 24 * number)
-    swift.run(jobs)
-    return sums
+        return Sketched(self, self.ring.results, row)

@@ -10,23 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from dualform.memory import Call, Finding, PassRow, StepRow
 from dualform.memory.files import bytes_hash
 from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
-from dualform.recording.everyday import everyday, everyday_fit, everyday_stretch
+from dualform.recording.everyday import everyday
 from dualform.recording.jobs import fits
-from dualform.recording.probe import Evidence, Fit, fit_all, products
+from dualform.recording.probe import Evidence, Fit, fit_all
 from dualform.recording.reading import Reading, Step
-from dualform.recording.routine import Sketching, compare
+from dualform.recording.routine import AT_A_TIME, Sketching
+from dualform.recording.stretch import Stretch
 from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 CALM = 32  # everyday steps after which the next ones are judged some at a time
-AT_A_TIME = 32
 
 
 class Stepping:
@@ -159,7 +158,7 @@ class Stepping:
             return lambda: sketches
         if self._routine is None or self._routine.targets != targets:
             self._routine = Sketching(targets, self._targets.swift)
-        return partial(self._routine.tell, self._routine.sketch(gradients))
+        return self._routine.sketch(gradients)
 
     def _read(self, step: Step) -> None:
         """Make of a step what was left until now: the passes behind its gradients, and the sketches of these."""
@@ -188,35 +187,21 @@ class Stepping:
             self._calm = 0 if fits is None else self._calm + 1
             return fit_all(evidence, self._scales) if fits is None else fits
 
-    def _judge_together(self, steps: Sequence[Step]) -> None:
-        """Judge several everyday steps of the same fp32 parameters at once; leave them as they are where in doubt."""
-        targets = [reading.target for reading in steps[0].readings] if steps else []
-        if len(steps) < 2 or not all(_is_plain(step, targets) for step in steps):
-            return
-        if all(target.equations == 1 for target in targets):
-            return  # single numbers accept any scale
-        with np.errstate(all="ignore"):
-            found = everyday_stretch(self._products(steps).reshape(len(steps), len(targets), 3))
-        if found is None:
-            return
-        scales, remainders = found[0], found[1].tolist()
+    def _together(self, steps: Sequence[Step]) -> bool:
+        """Judge a stretch of everyday steps at once and hand on their journal rows; False where there is any doubt."""
+        stretch = Stretch.of(steps)
+        found = None if stretch is None else stretch.judge(self._targets.swift)
+        if stretch is None or found is None:
+            return False
         self._calm += len(steps)
-        for number, step in enumerate(steps):
-            step.gradients = {reading.target: reading.sketch for reading in step.readings if reading.sketch is not None}
-            step.fits = {
-                t: everyday_fit(scales[number], left) for t, left in zip(targets, remainders[number], strict=True)
-            }
-            self._scales.setdefault(step.readings[0].passes[0].backward, scales[number])
-            for reading in step.readings:
-                reading.passes[0].rows[0].finite = True
-
-    def _products(self, steps: Sequence[Step]) -> Float64[np.ndarray, "readings 3"]:
-        """‖G‖², G·S and ‖S‖² of the sketches of every gradient of plain steps, and of the events behind it."""
-        readings = [(one.sketch, one) for step in steps for one in step.readings if one.sketch is not None]
-        if self._targets.swift.loops is None:
-            return np.array([products(sketch.astype(np.float64), one.passes[0].sketch) for sketch, one in readings])
-        pairs = [(one.target, sketch, one.passes[0].rows[0].raw) for sketch, one in readings]
-        return compare(pairs, self._targets.swift)
+        first, self._capture.backwards = self._capture.backwards, self._capture.backwards + len(steps)
+        for row in stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers):
+            self._emit(row)
+        for at, target in enumerate(stretch.targets):
+            gradients = stretch.gradients(at)
+            self._previous[target] = gradients[-1]
+            self._watches[target].follow(stretch.settings(at), gradients)
+        return True
 
     def finish(self, index: int, others: Mapping[str, Tensor]) -> None:
         """The step was made."""
@@ -240,17 +225,19 @@ class Stepping:
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
         pending, self._pending = self._pending, []
-        for step in pending:
-            if step.fits is None:
-                self._read(step)
-            for target, _ in step.seen:
-                target.passes, target.half = [], False
-        self._judge_together(pending)
-        for step in pending:
-            if step.fits is None:
-                step.fits = self._judge(step, late=True)
-            self._emit(self._row(step, step.fits))
-        for target in dict.fromkeys(reading.target for step in pending for reading in step.readings):
+        if not self._together(pending):
+            for step in pending:
+                if step.fits is None:
+                    self._read(step)
+                    step.fits = self._judge(step, late=True)
+                for target, _ in step.seen:
+                    target.passes, target.half = [], False
+                self._emit(self._row(step, step.fits))
+        if len(pending) > 1:  # the next ones are gathered anew
+            self._capture.begin()
+            if self._routine is not None:
+                self._routine.ring.begin()
+        for target in dict.fromkeys(target for step in pending for target, _ in step.seen):
             watch = self._watches[target]
             if not watch.followed:
                 watch.resume(None)
@@ -311,7 +298,7 @@ class Stepping:
             self._find(target, *_what_was_found(reading, fit, step.number, step.number < self.steps))
         # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.
         self._previous[target] = step.gradients[target]
-        self._watches[target].follow(reading.settings, step.gradients[target])
+        self._watches[target].follow([reading.settings], step.gradients[target][None])
 
     def check_all(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Compare every weight with its prediction; the sketches of weights and velocities as they are now."""
@@ -353,24 +340,6 @@ class Stepping:
         else:
             self._findings[key] = Finding(target.name, kind, since, step, reason)
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
-
-
-def _is_plain(step: Step, targets: Sequence[Target]) -> bool:
-    """Whether a step is the most usual one: a call of every layer in one backward pass, in fp32, to be judged yet."""
-    if step.fits is not None or len(step.readings) != len(targets):
-        return False
-    backwards = {one.backward for reading in step.readings for one in reading.passes}
-    return len(backwards) == 1 and all(
-        reading.target is target
-        and reading.sketch is not None
-        and reading.sketch.dtype == np.float32
-        and reading.unscale == 1.0
-        and not reading.half
-        and target.parameter.dtype == torch.float32
-        and len(reading.passes) == 1
-        and len(reading.passes[0].rows) == 1
-        for reading, target in zip(step.readings, targets, strict=True)
-    )
 
 
 def _weight(target: Target) -> Vector:

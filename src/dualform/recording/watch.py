@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from dualform.optimizers import LINEAR, Settings, transitions
 from dualform.recording.probe import norm
-from dualform.recording.targets import Sketch, Target, Vector
+from dualform.recording.targets import Target, Vector
 
 CHECK_EVERY = 32
 
@@ -37,13 +38,18 @@ class Watch:
         self._weight = self._target.sketch(self._target.parameter).reshape(-1).numpy()
         zeros = np.zeros_like(self._weight)
         self._velocity = zeros if velocity is None else self._target.sketch(velocity).reshape(-1).numpy()
-        self._stretch: list[tuple[Settings, Sketch]] = []
+        self._begin()
         self.version = self._target.parameter._version
 
-    def follow(self, settings: Settings, gradient: Sketch) -> None:
-        """Take note of one step and of the gradient's sketch that the optimiser really used."""
-        self.followed = bool(settings.flags & LINEAR)
-        self._stretch.append((settings, gradient))
+    def _begin(self) -> None:
+        self._settings: list[Settings] = []
+        self._gradients: list[Float[np.ndarray, "steps _"]] = []
+
+    def follow(self, settings: Sequence[Settings], gradients: Float[np.ndarray, "steps _"]) -> None:
+        """Take note of some steps, and of the sketches of the gradients that the optimiser really used."""
+        self.followed = bool(settings[-1].flags & LINEAR)
+        self._settings += settings
+        self._gradients.append(gradients)
 
     def predicted(self) -> Vector:
         """The sketch of the parameter after the steps so far, as it should be."""
@@ -51,10 +57,10 @@ class Watch:
 
     def deviation(self, actual: Vector) -> float:
         """How far the parameter's sketch is from its prediction, in units of what rounding allows; then believe it."""
-        before, steps = self._weight, len(self._stretch)
+        before, steps = self._weight, len(self._settings)
         predicted, self._velocity, swing = self._predict()
         self._weight = actual
-        self._stretch = []
+        self._begin()
         self.version = self._target.parameter._version
         distance = norm(actual - predicted)
         if distance == 0.0 or (not math.isfinite(distance) and not bool(np.isfinite(predicted).all())):
@@ -68,10 +74,10 @@ class Watch:
 
         They are linear in the sketches before the stretch and in the gradients.
         """
-        if not self._stretch:
+        if not self._settings:
             return self._weight, self._velocity, 0.0
-        state, factors = _sweep(tuple(settings for settings, _ in self._stretch))
-        gradients = np.array([gradient for _, gradient in self._stretch], dtype=np.float64)
+        state, factors = _sweep(tuple(self._settings))
+        gradients = np.concatenate(self._gradients, dtype=np.float64)
         moved = factors @ gradients
         # Factors of zero must not meet infinities.
         start = [

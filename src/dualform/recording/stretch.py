@@ -1,0 +1,163 @@
+"""A stretch of everyday steps: the same layers, parameters and shapes at each, worked out all at once.
+
+What would take a dozen small objects a step takes a few arrays for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Float64
+from torch import Tensor
+
+from dualform.memory import Call, PassRow, StepRow
+from dualform.memory.arena import Held
+from dualform.memory.files import bytes_hash
+from dualform.optimizers import Settings
+from dualform.recording.backward import Copied, Known
+from dualform.recording.everyday import everyday_stretch
+from dualform.recording.jobs import comparing
+from dualform.recording.reading import Step
+from dualform.recording.routine import Sketched
+from dualform.recording.swift import Swift
+from dualform.recording.targets import Target
+
+Numbers = Callable[[Known], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of one optimiser, each with one backward pass that one routine copied, and gradients that one sketched.
+
+    `places` says of every parameter which call put its gradient there.
+    """
+
+    steps: Sequence[Step]
+    copied: list[Copied]
+    sketched: list[Sketched]
+    targets: Sequence[Target]
+    places: list[int]
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Stretch | None:
+        """These steps as a stretch; None where any of them differs from the others, or is not plain."""
+        if len(steps) < 2 or not all(_is_plain(step) for step in steps):
+            return None
+        copied = [step.backwards[0].copied[0] for step in steps]
+        sketched = [step.sketches for step in steps if isinstance(step.sketches, Sketched)]
+        first, targets = steps[0].backwards[0], [target for target, _ in steps[0].seen]
+        for at, (step, one, sketch) in enumerate(zip(steps, copied, sketched, strict=True)):
+            alike = (
+                step.optimizer == steps[0].optimizer
+                and one.routine is copied[0].routine
+                and one.taken.results is copied[0].taken.results
+                and one.taken.row == copied[0].taken.row + at
+                and sketch.routine is sketched[0].routine
+                and sketch.results is sketched[0].results
+                and sketch.row == sketched[0].row + at
+                and len(step.seen) == len(targets)
+                and list(map(id, step.backwards[0].accumulated)) == list(map(id, first.accumulated))
+                and [call.fixed for call in one.calls] == [call.fixed for call in copied[0].calls]
+                and all(map(_follows, one.taken.held, copied[0].taken.held, itertools.repeat(at)))
+            )
+            if not alike:
+                return None
+        uses = [call.use for call in copied[0].calls]
+        calls = {t: at for at, use in enumerate(uses) for t in (use.weight, use.bias) if t is not None}
+        once = len(calls) == sum(1 if use.bias is None else 2 for use in uses)
+        reached = {id(parameter) for parameter in first.accumulated}
+        whole = calls.keys() == set(targets) and reached == {id(target.parameter) for target in targets}
+        if not once or not whole or any(target.passes for target in targets):
+            return None
+        if all(target.equations == 1 for target in targets):
+            return None  # single numbers accept any scale
+        return cls(steps, copied, sketched, targets, [calls[target] for target in targets])
+
+    def judge(self, swift: Swift) -> tuple[list[float], Float64[np.ndarray, "steps parameters"]] | None:
+        """The scale of every step, and what is left of every gradient; None where any step is in doubt."""
+        taking, taken = self.copied[0].routine, self.copied[0].taken
+        routine, sketches = self.sketched[0].routine, self.sketched[0].results
+        sums = np.empty((len(self.steps), len(self.targets), 3))
+        to, of_events, of_sketches = sums.ctypes.data, taken.results.ctypes.data, sketches.ctypes.data
+        wide, high = 4 * taken.results.shape[1], 4 * sketches.shape[1]
+        of_events, of_sketches = of_events + wide * taken.row, of_sketches + high * self.sketched[0].row
+        jobs: list[int] = []
+        for at, (target, call) in enumerate(zip(self.targets, self.places, strict=True)):
+            jobs += comparing(
+                len(self.steps),
+                len(target.parameter),
+                target.projection is None,
+                (of_sketches + 4 * routine.at[at], high),
+                (of_events + 4 * taking.at[call], wide),
+                (to + 24 * at, sums.strides[0]),
+            )
+        swift.run(jobs)
+        with np.errstate(all="ignore"):
+            return everyday_stretch(sums)
+
+    def gradients(self, at: int) -> Float32[np.ndarray, "steps _"]:
+        """The sketches of one parameter's gradient, a row a step."""
+        one = self.sketched[0]
+        return one.results[one.row : one.row + len(self.steps), one.routine.at[at] : one.routine.at[at + 1]]
+
+    def settings(self, at: int) -> list[Settings]:
+        """The settings of one parameter, step by step."""
+        return [settings for step in self.steps if (settings := step.seen[at][1]) is not None]
+
+    def rows(
+        self, parameters: int, backward: int, scales: list[float], remainders: Float64[np.ndarray, "steps parameters"],
+        numbers: Numbers,
+    ) -> Iterator[StepRow]:  # fmt: skip
+        """The journal row of every step; the first has the events of all of them."""
+        indices = [target.index for target in self.targets]
+        settings = np.zeros((len(self.steps), parameters, 5))
+        flags = np.zeros((len(self.steps), parameters), dtype=np.uint8)
+        digests = np.zeros((len(self.steps), parameters), dtype=np.int64)
+        left = np.zeros((len(self.steps), parameters))
+        left[:, indices] = remainders
+        for at, index in enumerate(indices):
+            each = self.settings(at)
+            settings[:, index] = [one.row for one in each]
+            flags[:, index] = [one.flags for one in each]
+            digests[:, index] = [bytes_hash(sketch.data) for sketch in self.gradients(at)]
+        for at, (step, scale) in enumerate(zip(self.steps, scales, strict=True)):
+            row = StepRow(step.optimizer, settings[at], flags[at], left[at], digests[at], others=step.others)
+            row.passes += [PassRow(backward + at, index, scale) for index in indices]
+            if at == 0:
+                row.calls = {call.use.weight_number: [] for call in self.copied[0].calls}
+                for number, call in enumerate(self.copied[0].calls):
+                    row.calls[call.use.weight_number].append(self._call(number, backward, numbers))
+            yield row
+
+    def _call(self, number: int, backward: int, numbers: Numbers) -> Call:
+        """All events of one layer."""
+        routine, taken, calls, _ = self.copied[0]
+        each = [numbers(one.calls[number]) for one in self.copied]
+        examples = torch.cat([examples for examples, _ in each])
+        positions = torch.cat([positions for _, positions in each])
+        use, fixed = calls[number].use, calls[number].fixed
+        values = 2 if routine.values else 1
+        keys = self._span(taken.held[values * number])
+        gradients = self._span(taken.held[values * number + 1]) if routine.values else None
+        return Call(use.index, backward, keys, gradients, examples, positions, fixed, steps=len(self.steps))
+
+    def _span(self, first: Held) -> Tensor:
+        return first.place.narrow(0, first.start, first.length * len(self.steps))
+
+
+def _is_plain(step: Step) -> bool:
+    """Whether a step had one backward pass, all of which a routine copied, and a routine sketched its gradients."""
+    if step.fits is not None or step.readings or step.unscale != 1.0 or len(step.backwards) != 1:
+        return False
+    backward = step.backwards[0]
+    if len(backward.copied) != 1 or backward.copied[0].needed or backward.arrived or backward.settled:
+        return False
+    return isinstance(step.sketches, Sketched) and all(settings is not None for _, settings in step.seen)
+
+
+def _follows(held: Held, first: Held, steps: int) -> bool:
+    return held.place is first.place and held.length == first.length and held.start == first.start + steps * held.length
