@@ -14,9 +14,11 @@ import xxhash
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from dualform.fast import load
 from dualform.memory.files import tensor_bytes
 
 SLOTS = 1 << 22  # pairs of example and position that a ledger keeps: 100 MB
+MANY = 1 << 22  # bytes of keys at once from which on a compiled loop pays
 TRIES = 1000  # comparisons without a single match after which a weight's keys are not compared any more
 
 Numbers = Int64[np.ndarray, "_"]
@@ -35,6 +37,8 @@ class Ledger:
         self._number = np.full(1, -1, dtype=np.int64)
         self._hash = np.zeros((1, 2), dtype=np.uint64)
         self._tries, self._matches = 0, 0
+        self._loop: Callable[..., None] | None = None
+        self._chosen = False
 
     @property
     def hopeless(self) -> bool:
@@ -55,7 +59,7 @@ class Ledger:
         slots = self._slots(examples, positions)
         if self.hopeless or any(part.dtype != self._dtype for part in keys) or not (slots >= 0).any():
             return np.ones(len(examples), dtype=bool), self.append(len(examples))
-        hashes = np.concatenate([_hashes(part) for part in keys])
+        hashes = np.concatenate([self._hashes(part) for part in keys])
         known = (slots >= 0) & (self._number[slots] >= 0)
         same = known & (self._hash[slots] == hashes).all(axis=1)
         first = _first_of_equals(hashes, slots)  # an example may come twice
@@ -67,6 +71,22 @@ class Ledger:
         self._matches += int(same.sum())
         return new, numbers
 
+    def _hashes(self, keys: Tensor) -> np.ndarray:
+        """128 bits of every key: by a compiled loop where the first keys to come are many, and always the same way."""
+        if not len(keys):
+            return np.zeros((0, 2), dtype=np.uint64)
+        if not self._chosen:
+            self._chosen = True
+            loops = load("dualform.memory.murmur") if keys.nbytes >= MANY else None
+            self._loop = None if loops is None else loops.hash_rows
+        if self._loop is None:
+            return _by_xxhash(keys)
+        words = np.frombuffer(tensor_bytes(keys), dtype=np.uint8).reshape(len(keys), -1)
+        words = np.pad(words, ((0, 0), (0, -words.shape[1] % 16))) if words.shape[1] % 16 else words
+        result = np.empty((len(keys), 2), dtype=np.uint64)
+        self._loop(words.view(np.uint64), result)
+        return result
+
     def _recall(self) -> None:
         """Enter what a resumed run stored before it was interrupted."""
         if self._earlier is not None:
@@ -74,7 +94,7 @@ class Ledger:
             for keys, examples, positions, numbers in earlier:
                 self._dtype = self._dtype or keys.dtype
                 if keys.dtype == self._dtype:
-                    self._remember(self._slots(examples, positions), _hashes(keys), numbers)
+                    self._remember(self._slots(examples, positions), self._hashes(keys), numbers)
 
     def _remember(self, slots: Numbers, hashes: np.ndarray, numbers: Numbers) -> None:
         kept = slots >= 0
@@ -126,9 +146,7 @@ def _grown(array: np.ndarray, size: int, fill: int) -> np.ndarray:
     return grown
 
 
-def _hashes(keys: Tensor) -> np.ndarray:
-    if not len(keys):
-        return np.zeros((0, 2), dtype=np.uint64)
+def _by_xxhash(keys: Tensor) -> np.ndarray:
     data = tensor_bytes(keys)
     width = len(data) // len(keys)
     digests = [xxhash.xxh3_128_digest(data[at : at + width]) for at in range(0, len(data), width)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.memory.arena import Held
 from dualform.recording.backward import Backward, Copied, Forward, Known
-from dualform.recording.ids import NO_EXAMPLE, Batch
+from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
 from dualform.recording.plain import run_plain
 from dualform.recording.routine import Reserve, Taking
 from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
@@ -185,7 +186,8 @@ class Capture:
 
     def _arrived(self, call: Known, keys: Tensor | Held, gradients: Tensor | None) -> Arrived:
         examples, positions = self.numbers(call)
-        return Arrived(call.order, call.use, keys, gradients, examples, positions, call.fixed, call.use.trained)
+        numbers = torch.from_numpy(examples), torch.from_numpy(positions)
+        return Arrived(call.order, call.use, keys, gradients, *numbers, call.fixed)
 
     def _rows(self, forward: Forward, gradient: Tensor) -> tuple[Use, Tensor, Tensor]:
         use, stored = forward.known.use, forward.stored
@@ -201,7 +203,7 @@ class Capture:
             keys = keys.to(gradients.dtype)
         return use, keys, gradients
 
-    def numbers(self, call: Known) -> tuple[Tensor, Tensor]:
+    def numbers(self, call: Known) -> Numbers:
         """The example and the position of every event of a call."""
         leading = call.use.kind.leading(call.shape)
         numbers = None if call.batch is None else call.batch.fit(leading)
@@ -216,7 +218,7 @@ class Capture:
         else:
             self._tell("no ids", f"no ids are given (recorder.batch); events get example {NO_EXAMPLE}")
         events = math.prod(leading)
-        return torch.full((events,), NO_EXAMPLE), torch.zeros(events, dtype=torch.int64)
+        return np.full(events, NO_EXAMPLE), nowhere(events)
 
     def _ended(self, task: int) -> None:
         """A backward pass is over: what arrived in it became events where a gradient accumulated."""
@@ -272,7 +274,7 @@ class Capture:
         """Make the rows of a backward pass events of a parameter that took its gradient from it."""
         if target in backward.settled or not self._wanted(target):
             return target in backward.settled
-        rows = [arrived for arrived in backward.arrived if target in arrived.trained]
+        rows = [arrived for arrived in backward.arrived if target in (arrived.use.weight, arrived.use.bias)]
         if not rows:
             return False
         backward.settled.add(target)

@@ -76,5 +76,5 @@ def run(jobs: list[int], loops: ModuleType) -> bool:
 
 def fits(matrix: Tensor) -> bool:
     """Whether the loops can read a matrix or vector: fp32 numbers on the CPU, one row after the other."""
-    plain = matrix.dtype == torch.float32 and matrix.is_cpu and matrix.layout == torch.strided
-    return plain and matrix.is_contiguous()
+    plain = matrix.dtype is torch.float32 and matrix.layout is torch.strided
+    return plain and matrix.is_cpu and matrix.is_contiguous()

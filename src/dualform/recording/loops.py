@@ -20,6 +20,7 @@ Array = np.ndarray[Any, Any]
 FAST = {"reassoc", "contract"}
 carray = numba.carray  # type: ignore[attr-defined]
 _LONG = ir.IntType(64)
+LINE = 16  # fp32 numbers of a line of the caches
 _ZERO, _ONE, _NONE = np.float32(0.0), np.float32(1.0), np.float64(0.0)
 
 
@@ -100,12 +101,36 @@ def _add_rows(heads: Array, gradients: Array, total: Array) -> None:
                 )
 
 
+@intrinsic
+@no_type_check
+def _put(context, target, source) -> Any:
+    """Copy a line of sixteen numbers past the caches, which belong to the training; the target is aligned to it."""
+
+    def generate(context, builder, signature, arguments) -> Any:
+        line = ir.VectorType(ir.FloatType(), LINE).as_pointer()
+        to, from_ = (builder.inttoptr(address, line) for address in arguments)
+        stored = builder.store(builder.load(from_, align=4), to, align=4 * LINE)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
 def _move(source: int, target: int, count: int) -> None:
+    """Copy numbers that nobody will look at soon."""
     numbers, place = carray(_floats(source), count), carray(_floats(target), count)
-    for at in range(count):
+    at = 0
+    while at < count and (target + 4 * at) % (4 * LINE):
         place[at] = numbers[at]
+        at += 1
+    while at + LINE <= count:
+        _put(target + 4 * at, source + 4 * at)
+        at += LINE
+    while at < count:
+        place[at] = numbers[at]
+        at += 1
 
 
 @numba.njit(nogil=True, error_model="numpy")

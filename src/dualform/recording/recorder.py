@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from dualform.memory.ledger import Ledger
 from dualform.memory.lock import Lock
 from dualform.memory.manifest import write_manifest
 from dualform.memory.segment import sketch_tensors
+from dualform.memory.slab import Slab
 from dualform.optimizers import is_nested
 from dualform.recording.capture import Capture
 from dualform.recording.description import describe, final_tensors, initial_tensors
@@ -58,6 +59,7 @@ class Recorder:
         self._keep, self._resume_at, self._recipe, self._on_error = keep, resume_at, recipe, on_error
         self._targets = find_targets(model, layers, seed=0x0D0A1F)
         self._examples = len(columns[0]) if columns else None
+        self._slab = Slab()
         self._told: dict[str, str] = {}
         self._told_before: tuple[str, ...] = ()
         self._handles: list[Any] = []
@@ -77,7 +79,7 @@ class Recorder:
             values=keep == "all",
         )
         self._stepping = Stepping(
-            self._targets, optimizers, self._tell, self._capture, self._emit, values=keep == "all"
+            self._targets, optimizers, self._tell, self._capture, self._emit, self._slab, values=keep == "all"
         )
 
     def start(self) -> Recorder:
@@ -137,8 +139,7 @@ class Recorder:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
 
-    @contextlib.contextmanager
-    def batch(self, ids: Any, dim: int = 0) -> Iterator[None]:
+    def batch(self, ids: Any, dim: int = 0) -> contextlib.AbstractContextManager[None]:
         """Say which example each row of this batch is, for the forward passes inside.
 
         with recorder.batch(ids):
@@ -147,23 +148,9 @@ class Recorder:
         """
         if self._writer is None:
             raise BadCall("this recorder was not started: use `with dualform.record(…) as recorder:`, or start().")
-        if self._capture.batch is not None:
-            raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
         if not isinstance(dim, int) or dim < 0:
             raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim!r}.")
-        batch = self._capture.batch = Batch(read_ids(ids, self._examples), dim)
-        try:
-            yield
-        finally:
-            self._capture.batch = None
-            self._capture.forget_unfinished()
-        seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
-        if seen and not any(run_plain(batch.fit, leading) for leading in seen):
-            raise BadIds(
-                f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
-                f"{list(seen[-1])}. Pass one id per row, one per example along dimension {dim}, "
-                "or name the batch dimension with recorder.batch(ids, dim=…)."
-            )
+        return _Within(self._capture, Batch(read_ids(ids, self._examples, self._slab), dim))
 
     def commit(self) -> None:
         """Make every finished step durable now; call it before saving a checkpoint."""
@@ -329,6 +316,30 @@ class Recorder:
             logger.info("training waited %.1f s for the disk", self._writer.waited)
         self._commit(True)
         self._writer.close(final_tensors(self._targets))
+
+
+class _Within:
+    """Says which batch the forward passes meanwhile are of; a generator would cost more at every step."""
+
+    def __init__(self, capture: Capture, batch: Batch) -> None:
+        self._capture, self._batch = capture, batch
+
+    def __enter__(self) -> None:
+        if self._capture.batch is not None:
+            raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
+        self._capture.batch = self._batch
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        batch = self._batch
+        self._capture.batch = None
+        self._capture.forget_unfinished()
+        seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
+        if kind is None and seen and not any(run_plain(batch.fit, leading) for leading in seen):
+            raise BadIds(
+                f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
+                f"{list(seen[-1])}. Pass one id per row, one per example along dimension {batch.dim}, "
+                "or name the batch dimension with recorder.batch(ids, dim=…)."
+            )
 
 
 def _bound(guard: Callable[..., Any], function: Callable[..., Any], index: int) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ while the training waits; what the results mean is worked out later, for many st
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dualform.memory.arena import Held, Shape
+from dualform.memory.slab import pages
 from dualform.recording.jobs import (
     FIELDS,
     GRADIENTS,
@@ -39,6 +41,7 @@ from dualform.recording.targets import Arrived, Sketch, Target, Use
 Reserve = Callable[[Sequence[tuple[str, Shape]]], list[Held] | None]
 AT_A_TIME = 32  # steps that are looked at together
 RING = 8 << 20  # bytes that their results may take
+UNUSED = 3  # references to memory that only the list of it, a loop and the question itself have
 
 
 class Ring:
@@ -47,20 +50,32 @@ class Ring:
     def __init__(self, numbers: int) -> None:
         self._numbers = numbers
         self._rows = max(min(AT_A_TIME, RING // (4 * numbers + 1)), 1)
+        self._made: list[np.ndarray] = []
         self.begin()
 
     def begin(self) -> None:
         """Begin anew, elsewhere: what is there is kept as long as somebody looks at it."""
-        self.results: Float32[np.ndarray, "steps numbers"] = np.empty((0, self._numbers), dtype=np.float32)
-        self._next = self._address = 0
+        self._next = self._rows
 
     def next(self) -> tuple[int, int]:
         """The next row for results, and its address."""
-        if self._next == len(self.results):
-            memory = torch.empty(self._rows, self._numbers, dtype=torch.float32)
-            self.results, self._address, self._next = memory.numpy(), memory.data_ptr(), 0
+        if self._next == self._rows:
+            self.results, self._next = self._unused(), 0
+            self._address = self.results.ctypes.data
         row, self._next = self._next, self._next + 1
         return row, self._address + 4 * self._numbers * row
+
+    def _unused(self) -> Float32[np.ndarray, "steps numbers"]:
+        """Room at which nobody looks any more."""
+        self.results = np.empty((0, self._numbers), dtype=np.float32)
+        for made in self._made:
+            if sys.getrefcount(made) <= UNUSED:
+                break
+        else:
+            made = pages(4 * self._rows * self._numbers)
+            self._made = [*self._made[-3:], made]
+        # Every view of these results, and every view of such a view, holds on to `made` itself.
+        return made.view(np.float32).reshape(self._rows, self._numbers)
 
 
 class Taken(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.memory import Call, Finding, PassRow, StepRow
 from dualform.memory.files import bytes_hash
+from dualform.memory.slab import Slab
 from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_settings
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
@@ -42,9 +43,10 @@ class Stepping:
         tell: Callable[[str, str], None],
         capture: Capture,
         emit: Callable[[StepRow], None],
+        slab: Slab,
         values: bool,
     ) -> None:
-        self._emit, self._values = emit, values
+        self._emit, self._slab, self._values = emit, slab, values
         self._targets, self._optimizers = targets, optimizers
         self._tell, self._capture = tell, capture
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
@@ -195,11 +197,11 @@ class Stepping:
             return False
         self._calm += len(steps)
         first, self._capture.backwards = self._capture.backwards, self._capture.backwards + len(steps)
-        for row in stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers):
+        for row in stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab):
             self._emit(row)
         for at, target in enumerate(stretch.targets):
             gradients = stretch.gradients(at)
-            self._previous[target] = gradients[-1]
+            self._previous[target] = gradients[-1].copy()
             self._watches[target].follow(stretch.settings(at), gradients)
         return True
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from dualform.memory import Call, PassRow, StepRow
 from dualform.memory.arena import Held
 from dualform.memory.files import bytes_hash
-from dualform.optimizers import Settings
+from dualform.memory.slab import Slab
+from dualform.optimizers import COLUMNS, Settings
 from dualform.recording.backward import Copied, Known
 from dualform.recording.everyday import everyday_stretch
+from dualform.recording.ids import Numbers
 from dualform.recording.jobs import comparing
 from dualform.recording.reading import Step
 from dualform.recording.routine import Sketched
 from dualform.recording.swift import Swift
 from dualform.recording.targets import Target
-
-Numbers = Callable[[Known], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,12 @@ class Stretch:
 
     def rows(
         self, parameters: int, backward: int, scales: list[float], remainders: Float64[np.ndarray, "steps parameters"],
-        numbers: Numbers,
+        numbers: Callable[[Known], Numbers], slab: Slab,
     ) -> Iterator[StepRow]:  # fmt: skip
         """The journal row of every step; the first has the events of all of them."""
-        indices = [target.index for target in self.targets]
-        settings = np.zeros((len(self.steps), parameters, 5))
-        flags = np.zeros((len(self.steps), parameters), dtype=np.uint8)
-        digests = np.zeros((len(self.steps), parameters), dtype=np.int64)
-        left = np.zeros((len(self.steps), parameters))
+        indices, size = [target.index for target in self.targets], (len(self.steps), parameters)
+        settings, left = slab.zeros((*size, len(COLUMNS)), np.float64), slab.zeros(size, np.float64)
+        flags, digests = slab.zeros(size, np.uint8), slab.zeros(size, np.int64)
         left[:, indices] = remainders
         for at, index in enumerate(indices):
             each = self.settings(at)
@@ -128,21 +126,22 @@ class Stretch:
             row = StepRow(step.optimizer, settings[at], flags[at], left[at], digests[at], others=step.others)
             row.passes += [PassRow(backward + at, index, scale) for index in indices]
             if at == 0:
-                row.calls = {call.use.weight_number: [] for call in self.copied[0].calls}
                 for number, call in enumerate(self.copied[0].calls):
-                    row.calls[call.use.weight_number].append(self._call(number, backward, numbers))
+                    row.calls[call.use.weight_number] = [self._call(number, backward, numbers, slab)]
             yield row
 
-    def _call(self, number: int, backward: int, numbers: Numbers) -> Call:
+    def _call(self, number: int, backward: int, numbers: Callable[[Known], Numbers], slab: Slab) -> Call:
         """All events of one layer."""
         routine, taken, calls, _ = self.copied[0]
         each = [numbers(one.calls[number]) for one in self.copied]
-        examples = torch.cat([examples for examples, _ in each])
-        positions = torch.cat([positions for _, positions in each])
-        use, fixed = calls[number].use, calls[number].fixed
         values = 2 if routine.values else 1
         keys = self._span(taken.held[values * number])
         gradients = self._span(taken.held[values * number + 1]) if routine.values else None
+        both = slab.zeros((2, len(keys)), np.int64)
+        np.concatenate([examples for examples, _ in each], out=both[0])
+        np.concatenate([positions for _, positions in each], out=both[1])
+        examples, positions = torch.from_numpy(both).unbind(0)
+        use, fixed = calls[number].use, calls[number].fixed
         return Call(use.index, backward, keys, gradients, examples, positions, fixed, steps=len(self.steps))
 
     def _span(self, first: Held) -> Tensor:

@@ -45,7 +45,6 @@ class Arrived:
     examples: Tensor
     positions: Tensor
     fixed: bool
-    trained: list[Target]
     sketch: Tensor | Float[np.ndarray, "five dim_out"] | None = None
     sizes: tuple[float, float] | None = None
     finite: bool = False

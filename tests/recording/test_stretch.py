@@ -1,0 +1,264 @@
+"""The compiled way through the recorder, and stretches of everyday steps: the same memory as by torch, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dualform
+from dualform.memory import writer
+from dualform.recording import stepping, stretch, swift
+from dualform.recording.recorder import Recorder
+from dualform.recording.routine import Ring
+from small import batch, network
+
+pytest.importorskip("numba")
+STEPS = 140
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops from the first step on, and an arena after some steps, also for a network as small as this."""
+    monkeypatch.setattr(swift, "PAYS", 0)
+    monkeypatch.setattr(writer, "COMMIT_BYTES", 64 << 10)
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swift, "PAYS", 1 << 62)
+
+
+def one(model: nn.Module, recorder: Recorder, step: int, size: int = 5) -> None:
+    ids, x, y = batch(step, size, dtype=torch.float32)
+    with recorder.batch(ids):
+        F.cross_entropy(model(x), y).backward()
+
+
+def plain(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+
+
+def clipped(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def accumulated(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    one(model, recorder, 1000 + step)
+
+
+def sometimes_accumulated(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    if step == 100:
+        one(model, recorder, 1000 + step)
+
+
+def short_batches(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step, 3 if step % 50 == 0 else 5)
+
+
+def without_ids(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    _, x, y = batch(step, dtype=torch.float32)
+    F.cross_entropy(model(x), y).backward()
+
+
+def positions(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids):
+        outputs = model(torch.stack([x, 2 * x, -x], dim=1))
+        F.cross_entropy(outputs.mean(dim=1), y).backward()
+
+
+def frozen_for_a_while(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    for parameter in model[0].parameters():  # type: ignore[index]
+        parameter.requires_grad_(not 80 <= step < 100)
+    one(model, recorder, step)
+
+
+def backward_twice(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=step % 3 == 0)
+        if step % 3 == 0:
+            loss.backward()
+
+
+def noisy(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    if step in (70, 120):
+        model[2].weight.grad += 0.01  # type: ignore[index]
+
+
+def spoiled(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    ids, x, y = batch(step, dtype=torch.float32)
+    if step == 90:
+        x[1, 2] = torch.nan
+    with recorder.batch(ids):
+        F.cross_entropy(model(x), y).backward()
+    for parameter in model.parameters():
+        parameter.grad.nan_to_num_(0.0)  # type: ignore[union-attr]
+
+
+def schedules(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.1 / (1 + 0.01 * step + number)
+    one(model, recorder, step)
+
+
+def commits(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    if step in (45, 46, 100):
+        recorder.commit()  # between backward pass and step
+
+
+def same_twice(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    ids, x, y = batch(step % 7, dtype=torch.float32)
+    with recorder.batch(ids):
+        F.cross_entropy(model(x), y).backward()
+
+
+Loop = Callable[[nn.Module, Any, Recorder, int], None]
+LOOPS: list[Loop] = [
+    plain, clipped, accumulated, sometimes_accumulated, short_batches, without_ids, positions, frozen_for_a_while,
+    backward_twice, noisy, spoiled, schedules, commits, same_twice,
+]  # fmt: skip
+
+
+def record(path: Path, loop: Loop, keep: str = "all", optimizers: int = 1) -> tuple[nn.Module, dualform.Memory]:
+    model = network(dtype=torch.float32)
+    if optimizers == 2:
+        made = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2])]
+    else:
+        made = [
+            torch.optim.SGD(
+                [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1, momentum=0.9
+            )
+        ]
+    with dualform.record(model, made, path, keep=keep, on_error="raise") as recorder:
+        for step in range(1, STEPS + 1):
+            loop(model, made[0], recorder, step)
+            for optimizer in made:
+                optimizer.step()
+            for optimizer in made:
+                optimizer.zero_grad()
+    return model, dualform.open(path)
+
+
+def assert_same(ours: dualform.Memory, theirs: dualform.Memory) -> None:
+    """Everything but the last bits of what was summed in another order."""
+    assert ours.steps == theirs.steps
+    for name in ("flags", "optimizers"):
+        assert (getattr(ours.journal, name) == getattr(theirs.journal, name)).all(), name
+    assert np.allclose(ours.journal.settings, theirs.journal.settings, rtol=0, atol=1e-5)
+    (numbers, scales), (other_numbers, other_scales) = ours.journal._passes, theirs.journal._passes
+    assert (numbers == other_numbers).all()
+    assert np.allclose(scales, other_scales, rtol=1e-6, atol=0, equal_nan=True)
+    kept = [(f.parameter, f.kind, f.since, f.step, f.count) for f in ours.manifest.findings]
+    assert kept == [(f.parameter, f.kind, f.since, f.step, f.count) for f in theirs.manifest.findings]
+    assert ours.manifest.nonfinite == theirs.manifest.nonfinite
+    for weight in range(len(ours.manifest.weights)):
+        for name in ("keys", "gradients", "events", "steps", "backwards", "examples", "positions", "uses"):
+            mine, other = (joined(memory, weight, name) for memory in (ours, theirs))
+            assert mine is other is None or torch.equal(mine.nan_to_num(7.7), other.nan_to_num(7.7)), name
+
+
+def joined(memory: dualform.Memory, weight: int, name: str) -> Tensor | None:
+    parts = [getattr(block, name) for block in memory.blocks(weight, memory.steps)]
+    return None if parts[0] is None else torch.cat(parts)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps every stretch had that was judged at once."""
+    found: list[int] = []
+    judge = stretch.Stretch.judge
+
+    def note(self: stretch.Stretch, loops: Any) -> Any:
+        result = judge(self, loops)
+        found.append(len(self.steps) if result is not None else -len(self.steps))
+        return result
+
+    monkeypatch.setattr(stretch.Stretch, "judge", note)
+    return found
+
+
+@pytest.mark.parametrize("keep", ["all", "keys"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_compiled_way_makes_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Loop, keep: str, judged: list[int]
+) -> None:
+    with monkeypatch.context() as patch:
+        by_torch(patch)
+        patch.setattr(stepping, "CALM", 10**9)
+        model, theirs = record(tmp_path / "torch", loop, keep)
+    assert judged == []
+    compiled(monkeypatch)
+    our_model, ours = record(tmp_path / "ours", loop, keep)
+    assert all(map(torch.equal, our_model.parameters(), model.parameters())), "training is the same bit for bit"
+    assert_same(ours, theirs)
+    assert ours.certificate().exact == theirs.certificate().exact
+    if loop in (plain, clipped, schedules, without_ids, positions, same_twice):
+        assert stepping.AT_A_TIME in judged, "calm steps are judged in stretches"
+
+
+def test_two_optimisers_make_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        by_torch(patch)
+        patch.setattr(stepping, "CALM", 10**9)
+        _, theirs = record(tmp_path / "torch", clipped, optimizers=2)
+    compiled(monkeypatch)
+    _, ours = record(tmp_path / "ours", clipped, optimizers=2)
+    assert_same(ours, theirs)
+    assert ours.certificate().exact
+
+
+def test_a_step_that_fails_keeps_its_events_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closure or a hook of the user's may raise inside step(); the gradients are still there afterwards."""
+
+    def failing(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+        one(model, recorder, step)
+        if step == 90:
+            fail = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            fail.remove()
+
+    compiled(monkeypatch)
+    _, memory = record(tmp_path / "run", failing)
+    assert memory.certificate().exact
+    assert all(segment.events[0] for segment in memory.manifest.segments)
+    assert sum(segment.events[0] for segment in memory.manifest.segments) == 5 * STEPS
+
+
+def test_a_stretch_in_doubt_is_judged_step_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: list[int]
+) -> None:
+    compiled(monkeypatch)
+    _, memory = record(tmp_path / "run", noisy)
+    assert any(steps < 0 for steps in judged), "the stretch with the noise was refused"
+    assert [(f.parameter, f.step) for f in memory.manifest.findings] == [("2.weight", 70)]
+    assert memory.manifest.findings[0].count == 2
+
+
+def test_room_for_results_is_used_again_when_nobody_looks_at_it() -> None:
+    ring = Ring(100)
+    ring.next()
+    address, view = ring.results.ctypes.data, ring.results[3:5, 10:20][0]
+    ring.begin()
+    ring.next()
+    other = ring.results.ctypes.data
+    assert other != address, "somebody still looks at a part of it"
+    assert view.shape == (10,)
+    del view
+    ring.begin()
+    ring.next()
+    ring.begin()
+    ring.next()
+    assert ring.results.ctypes.data in (address, other)
