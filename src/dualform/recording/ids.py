@@ -82,4 +82,5 @@ def fit_ids(batch: Batch, leading: tuple[int, ...]) -> Numbers | None:
     positions = np.broadcast_to(np.expand_dims(np.arange(math.prod(rest)).reshape(rest), dim), leading)
     shape = [1] * len(leading)
     shape[dim] = len(ids)
-    return np.broadcast_to(ids.reshape(shape), leading).reshape(-1), positions.reshape(-1)
+    examples = np.broadcast_to(ids.reshape(shape), leading)
+    return np.array(examples).reshape(-1), np.array(positions).reshape(-1)  # copies, which torch may take over
