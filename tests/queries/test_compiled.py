@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from dualform import compiled
-from dualform.compiled.cascading import put
+from dualform.compiled.nearby import put
 from dualform.compiled.lanes import bounds_into, lowest_bit, reaching
 from dualform.fast import LANES, SPANS
 from dualform.queries import shadow

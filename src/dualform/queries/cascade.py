@@ -112,7 +112,7 @@ def _compiled(
     most_parts = threads() if len(thresholds) < MANY else 2 * threads()
     parts = in_parts(
         fast.cascade, min(work // PART, len(thresholds) // FEW, most_parts), _arrays(view.levels(far)),
-        *view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
+        view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
         _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
         thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
     )  # fmt: skip
