@@ -14,8 +14,8 @@ WIDTH0, WIDTH1, WIDTH2 = (stop - start for start, stop in SPANS)
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def ask(
-    head: Array, sizes: Array, scales: Array, extended: bool, slack: float, levels: tuple[Array, ...], fine: Array, part: int,
-    parts: int,
+    head: Array, sizes: Array, scales: Array, extended: bool, slack: float, levels: tuple[Array, ...], fine: Array,
+    part: int, parts: int,
 ) -> None:  # fmt: skip
     """What queries meet the rows with: heads times scales, which have these sizes; the scales may be a column too."""
     level0, level1, level2 = levels
@@ -52,3 +52,14 @@ def ask(
                 level1[query, column - CUTS[0]] = value
             elif column < CUTS[2]:
                 level2[query, column - CUTS[1]] = value
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def norms(rows: Array, result: Array, part: int, parts: int) -> None:
+    """The norm of every row of one part, in fp64."""
+    for row in range(len(rows) * part // parts, len(rows) * (part + 1) // parts):
+        square = 0.0
+        for column in range(rows.shape[1]):
+            square += np.float64(rows[row, column]) * np.float64(rows[row, column])
+        result[row] = np.sqrt(square)

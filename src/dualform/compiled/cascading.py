@@ -6,7 +6,7 @@ import numba
 import numpy as np
 
 from dualform.compiled.lanes import SEVERAL, lowest_bit, reaching, several_reaching
-from dualform.compiled.nearby import error_of, product, put, scaling_of, seeded
+from dualform.compiled.nearby import best_first, decided, error_of, multiplied, others, scaling_of
 from dualform.fast import LANES, SPANS
 
 Array = np.ndarray[Any, Any]
@@ -110,58 +110,6 @@ def reaching_finely(
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
-def multiplied(
-    numbers: Array, rows: Array, keys: Array, slots: Array, queries: Array, scaling: Array, which: Array,
-    places: Array, askers: Array, pairs: int, where: Array, scores: Array,
-) -> int:  # fmt: skip
-    """Find where the keys of pairs are, −1 where they are not at hand, and multiply those that are; how many."""
-    # One loop after the other: in one of both, every product would wait for its key.
-    for pair in range(pairs):
-        place = places[pair]
-        slot = slots[numbers[rows[place] if len(rows) else place]]
-        where[pair] = slot if slot < len(keys) else -1
-    scored = 0
-    for pair in range(pairs):
-        if where[pair] >= 0:
-            asking = which[askers[pair]]
-            scores[pair] = product(keys, where[pair], queries, asking, scaling[asking, 0])
-            scored += 1
-    return scored
-
-
-@numba.njit(cache=True, nogil=True)
-@no_type_check
-def decided(
-    sizes: Array, weights: Array, offsets: Array, added: Array, scaling: Array, thresholds: Array, which: Array,
-    reached: Array, wide: float, places: Array, askers: Array, bounds: Array, pairs: int, where: Array, scores: Array,
-    at_row: Array, at_query: Array, at_bound: Array, found: int,
-) -> int:  # fmt: skip
-    """Add the pairs that still reach the threshold to what was found, by their products; how many are found then.
-
-    Thresholds rise to what k rows surely reach.
-    """
-    for pair in range(pairs):
-        place, query, bound = places[pair], askers[pair], bounds[pair]
-        asking = which[query]
-        if where[pair] >= 0:
-            score = scores[pair]
-            if len(weights):
-                score *= weights[place]
-            if len(offsets):
-                score += offsets[place] * added[asking]
-            margin = wide * sizes[place] + scaling[asking, 1]
-            low = np.float32(min(score - margin, scaling[asking, 2]))
-            if low > reached[query, 0]:
-                put(reached[query], low)
-                thresholds[query] = max(thresholds[query], reached[query, 0])
-            bound = np.float32(score + margin)
-        at_row[found], at_query[found], at_bound[found] = place, asking, bound
-        found += bound >= thresholds[query]
-    return found
-
-
-@numba.njit(cache=True, nogil=True)
-@no_type_check
 def cascade(
     levels: Arrays, view: Arrays, every_asked: Arrays, every_finely: Array, added: Array, near: Arrays,
     units: tuple[float, ...], every: Array, k: int, seeds: int, begin: int, end: int, slack: float, spare: int,
@@ -184,19 +132,40 @@ def cascade(
     thresholds, finely = every[which], every_finely[which]
     asked = (every_asked[0][which], every_asked[1][which], every_asked[2][which])
     reached = np.full((len(which), k if len(keys) else 0), -np.inf, np.float32)  # the k best of every query
-    scored = 0
-    if seeds:
-        scored = seeded(
-            levels, numbers, sizes, asked, keys, slots, queries, scaling, thresholds, which, k, seeds, slack
-        )
-    found, bounded, tried, active, reorder = 0, 0, 0, 0, begin
-    reach = which  # in rows, from the first reordering on
+    found, bounded, scored, tried, active = 0, 0, 0, 0, 0
     room = 4096
     at_row, at_query, at_bound = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float32)
     bits, passed = np.empty(TILE, np.uint32), np.empty(TILE + 1, np.int64)
-    at_once = CHUNK * LANES * min(TILE, len(which)) + 1
+    at_once = max(CHUNK * LANES * min(TILE, len(which)), seeds) + 1
     places, askers, where = np.empty(at_once, np.int32), np.empty(at_once, np.int32), np.full(at_once, -1, np.int32)
     bounds, scores = np.empty(at_once, np.float32), np.empty(at_once)
+    best, coarsely = np.empty(k + max(k // 4, 2) if seeds else 0, np.float32), np.empty(seeds, np.float32)
+    for query in range(len(which) if seeds else 0):
+        # Of the first rows those with the best bounds give thresholds that spare most of the others.
+        askers[:seeds] = query
+        bounded += seeds
+        for turn in range(2):
+            if turn == 0:
+                pairs = best_first(levels, asked, sizes, query, seeds, slack, best, coarsely, places, bounds)
+            else:
+                pairs = others(coarsely, sizes, thresholds[query], seeds, slack, places)
+                tried += pairs
+                pairs = reaching_finely(
+                    fine, rows, sizes, weights, offsets, finely, added, thresholds, which, slack, places, askers,
+                    bounds, pairs,
+                )  # fmt: skip
+            more = multiplied(numbers, rows, keys, slots, queries, scaling, which, places, askers, pairs, where, scores)
+            scored += more
+            tried += COST * more
+            if found + pairs >= room:
+                room = 4 * (found + pairs)
+                at_row, at_query, at_bound = grown(at_row, room), grown(at_query, room), grown(at_bound, room)
+            found = decided(
+                sizes, weights, offsets, added, scaling, thresholds, which, reached, wide, places, askers, bounds,
+                pairs, where, scores, at_row, at_query, at_bound, found,
+            )  # fmt: skip
+    begin = max(begin, seeds)
+    reach, reorder = which, begin  # in rows, from the first reordering on
     for chunk in range(begin, end, CHUNK * LANES):
         if chunk >= reorder:
             # Queries that reach far come first, so that those that are done are left out together.
@@ -234,8 +203,8 @@ def cascade(
                 room = 4 * (found + pairs)
                 at_row, at_query, at_bound = grown(at_row, room), grown(at_query, room), grown(at_bound, room)
             found = decided(
-                sizes, weights, offsets, added, scaling, thresholds, which, reached, wide, places, askers, bounds, pairs,
-                where, scores, at_row, at_query, at_bound, found,
+                sizes, weights, offsets, added, scaling, thresholds, which, reached, wide, places, askers, bounds,
+                pairs, where, scores, at_row, at_query, at_bound, found,
             )  # fmt: skip
             if found > 2 * most // parts:
                 return False, bounded, scored, at_row[:0], at_query[:0], at_bound[:0]

@@ -79,40 +79,98 @@ def scaling_of(width: int, norms: Array, units: tuple[float, float, float]) -> A
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
-def seeded(
-    levels: Arrays, numbers: Array, sizes: Array, asked: Arrays, keys: Array, slots: Array, queries: Array,
-    scaling: Array, thresholds: Array, which: Array, k: int, seeds: int, slack: float,
+def best_first(
+    levels: Arrays, asked: Arrays, sizes: Array, query: int, seeds: int, slack: float, best: Array, coarsely: Array,
+    places: Array, bounds: Array,
 ) -> int:  # fmt: skip
-    """Raise the thresholds to what k of the first rows surely reach, those with the best bounds; how many products."""
-    best = np.empty(k + max(k // 4, 2), np.float32)
-    lowest = np.empty(k, np.float32)
-    bounds, places = np.empty(seeds, np.float32), np.empty(seeds, np.int64)
-    wide = slack + error_of(keys.shape[1])
+    """Bound the first rows, and take those with the best bounds, as many as `best` has room for; how many.
+
+    `coarsely` are the bounds of the others then, and −∞ for those that were taken.
+    """
+    for at in range(0, seeds, LANES):
+        bounds_into(levels, asked, at // LANES, query, coarsely, at)
+    best[:] = -np.inf
+    some = 0
+    for at in range(0, seeds, LANES):
+        left = not_below(coarsely, at, best[0])
+        while left:
+            place = at + lowest_bit(left)
+            left &= left - np.uint32(1)
+            if coarsely[place] > best[0]:
+                put(best, coarsely[place])
+                places[some] = place
+                some += 1
+    taken = 0
+    for at in range(some):
+        place = places[at]
+        if coarsely[place] >= best[0]:
+            places[taken], bounds[taken] = place, coarsely[place] + np.float32(slack) * sizes[place]
+            coarsely[place] = -np.inf
+            taken += 1
+    return taken
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def others(coarsely: Array, sizes: Array, threshold: float, seeds: int, slack: float, places: Array) -> int:
+    """The first rows whose bounds reach a threshold; how many."""
+    pairs = 0
+    for at in range(0, seeds, LANES):
+        left = not_below(coarsely, at, threshold - np.float32(slack * sizes[at]))
+        while left:
+            places[pairs] = at + lowest_bit(left)
+            left &= left - np.uint32(1)
+            pairs += 1
+    return pairs
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def multiplied(
+    numbers: Array, rows: Array, keys: Array, slots: Array, queries: Array, scaling: Array, which: Array,
+    places: Array, askers: Array, pairs: int, where: Array, scores: Array,
+) -> int:  # fmt: skip
+    """Find where the keys of pairs are, −1 where they are not at hand, and multiply those that are; how many."""
+    # One loop after the other: in one of both, every product would wait for its key.
+    for pair in range(pairs):
+        place = places[pair]
+        slot = slots[numbers[rows[place] if len(rows) else place]]
+        where[pair] = slot if slot < len(keys) else -1
     scored = 0
-    for query in range(len(which)):
-        for at in range(0, seeds, LANES):
-            bounds_into(levels, asked, at // LANES, query, bounds, at)
-        best[:] = -np.inf
-        some = 0
-        for at in range(0, seeds, LANES):
-            left = not_below(bounds, at, best[0])
-            while left:
-                place = at + lowest_bit(left)
-                left &= left - np.uint32(1)
-                if bounds[place] > best[0]:
-                    put(best, bounds[place])
-                    places[some] = place
-                    some += 1
-        lowest[:] = -np.inf
-        asking = which[query]
-        for at in range(some):
-            place = places[at]
-            slot = slots[numbers[place]]
-            if bounds[place] >= best[0] and 0 <= slot < len(keys):
-                scored += 1
-                score = product(keys, slot, queries, asking, scaling[asking, 0])
-                low = np.float32(min(score - wide * sizes[place] - scaling[asking, 1], scaling[asking, 2]))
-                if low > lowest[0]:
-                    put(lowest, low)
-        thresholds[query] = max(thresholds[query], lowest[0])
+    for pair in range(pairs):
+        if where[pair] >= 0:
+            asking = which[askers[pair]]
+            scores[pair] = product(keys, where[pair], queries, asking, scaling[asking, 0])
+            scored += 1
     return scored
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def decided(
+    sizes: Array, weights: Array, offsets: Array, added: Array, scaling: Array, thresholds: Array, which: Array,
+    reached: Array, wide: float, places: Array, askers: Array, bounds: Array, pairs: int, where: Array, scores: Array,
+    at_row: Array, at_query: Array, at_bound: Array, found: int,
+) -> int:  # fmt: skip
+    """Add the pairs that still reach the threshold to what was found, by their products; how many are found then.
+
+    Thresholds rise to what k rows surely reach.
+    """
+    for pair in range(pairs):
+        place, query, bound = places[pair], askers[pair], bounds[pair]
+        asking = which[query]
+        if where[pair] >= 0:
+            score = scores[pair]
+            if len(weights):
+                score *= weights[place]
+            if len(offsets):
+                score += offsets[place] * added[asking]
+            margin = wide * sizes[place] + scaling[asking, 1]
+            low = np.float32(min(score - margin, scaling[asking, 2]))
+            if low > reached[query, 0]:
+                put(reached[query], low)
+                thresholds[query] = max(thresholds[query], reached[query, 0])
+            bound = np.float32(score + margin)
+        at_row[found], at_query[found], at_bound[found] = place, asking, bound
+        found += bound >= thresholds[query]
+    return found
