@@ -8,8 +8,16 @@ import torch
 from hypothesis import strategies as st
 
 from dualform import compiled
-from dualform.compiled.cascading import put
-from dualform.compiled.lanes import bounds_into, lowest_bit, reaching
+from dualform.compiled.lanes import (
+    SEVERAL,
+    bounds_into,
+    lowest_bit,
+    narrow_product,
+    not_below,
+    reaching,
+    several_reaching,
+)
+from dualform.compiled.nearby import best_first, error_of, others, product, put, scaling_of
 from dualform.fast import LANES, SPANS
 from dualform.queries import shadow
 from dualform.queries.best import _pick
@@ -75,6 +83,21 @@ def bounds_of(levels, asked, block, query, result, at):
 
 
 @numba.njit
+def bits_of_several(levels, asked, block, query, thresholds, extra, bits, to):
+    several_reaching(levels, asked, block, query, thresholds, extra, bits, to)
+
+
+@numba.njit
+def bits_of_values(values, at, enough):
+    return not_below(values, at, enough)
+
+
+@numba.njit
+def narrow_product_of(rows, row, queries, query):
+    return narrow_product(rows, row, queries, query)
+
+
+@numba.njit
 def lowest_of(bits):
     return lowest_bit(bits)
 
@@ -108,6 +131,88 @@ def test_lanes_reach_what_their_products_reach(count: int) -> None:
                 assert [bool(bits >> lane & 1) for lane in range(LANES)] == (
                     bounds[2:-2] >= np.float32(enough)
                 ).tolist()
+                assert bits_of_values(bounds, 2, np.float32(enough)) == bits
+        thresholds = generator.standard_normal(queries).astype(np.float32)
+        for query in range(queries - SEVERAL + 1):
+            several = np.zeros(SEVERAL + 2, np.uint32)
+            bits_of_several(levels, asked, block, query, thresholds, np.float32(0.25), several, 1)
+            alone = [bits_of(levels, asked, block, query + at, thresholds[query + at] - np.float32(0.25))
+                     for at in range(SEVERAL)]  # fmt: skip
+            assert several.tolist() == [0, *alone, 0]
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 63, 64, 65, 80, 255, 800, 4099])
+def test_products_in_fp32_err_by_no_more_than_they_say(width: int) -> None:
+    generator = np.random.default_rng(width)
+    rows, queries = (generator.standard_normal((3, width)).astype(np.float32) for _ in range(2))
+    rows[1], queries[1] = 1.0, np.float32(1 / 3)  # every rounding in the same direction
+    queries[2] = -np.sign(rows[2]) * np.float32(0.1)
+    exact = rows.astype(np.float64) @ queries.astype(np.float64).T
+    sizes = np.linalg.norm(rows.astype(np.float64), axis=1)[:, None] * np.linalg.norm(
+        queries.astype(np.float64), axis=1
+    )
+    for row in range(3):
+        for query in range(3):
+            found = float(narrow_product_of(rows, row, queries, query))
+            assert abs(found - exact[row, query]) <= error_of(width) * sizes[row, query]
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-22, 1e-10, 1.0, 1e10, 1e18, 1e37])
+@pytest.mark.parametrize("other", [1e-44, 1e-20, 1.0, 1e20, 1e37])
+def test_products_hold_where_fp32_overflows_and_underflows(size: float, other: float) -> None:
+    generator = np.random.default_rng(0)
+    width = 100
+    keys = (generator.standard_normal((4, width)) * size / 10).astype(np.float32)
+    queries = (generator.standard_normal((1, width)) * other / 10).astype(np.float32)
+    lengths, norms = (np.linalg.norm(part.astype(np.float64), axis=1) for part in (keys, queries))
+    if not lengths.all() or not norms.all():
+        return
+    scale = float(2.0 ** np.ceil(np.log2(lengths.max())))
+    scaling = scaling_of(width, norms, (1.0, scale, scale))
+    for key in range(4):
+        exact = float(keys[key].astype(np.float64) @ queries[0].astype(np.float64)) / scale / norms[0]
+        found = product(keys, key, queries, 0, scaling[0, 0])
+        assert abs(found - exact) <= error_of(width) * lengths[key] / scale + scaling[0, 1]
+
+
+@hypothesis.given(seed=st.integers(0, 10_000), some=st.integers(1, 12), blocks=st.integers(1, 5), alike=st.booleans())
+def test_the_best_of_the_first_rows_are_taken_once(seed: int, some: int, blocks: int, alike: bool) -> None:
+    generator = np.random.default_rng(seed)
+    widths = [stop - start + 1 for start, stop in SPANS]
+    levels = tuple(generator.standard_normal((blocks, width, LANES)).astype(np.float32) for width in widths)
+    asked = tuple(generator.standard_normal((1, width)).astype(np.float32) for width in widths)
+    if alike:
+        levels = tuple(np.ones_like(level) for level in levels)
+    seeds, slack = blocks * LANES, 0.125
+    sizes = np.sort(generator.random(seeds).astype(np.float32))[::-1].copy()
+    bounds = np.empty(seeds, np.float32)
+    for block in range(blocks):
+        bounds_of(levels, asked, block, 0, bounds, block * LANES)
+    left, places, taken = np.empty(seeds, np.float32), np.empty(seeds, np.int32), np.empty(seeds, np.float32)
+    count = best_first(levels, asked, sizes, 0, seeds, slack, np.empty(some, np.float32), left, places, taken)
+    first = places[:count].copy()
+    assert len(set(first.tolist())) == count >= min(some, seeds)
+    assert sorted(bounds[first], reverse=True)[:some] == sorted(bounds, reverse=True)[:some]
+    assert np.allclose(taken[:count], bounds[first] + slack * sizes[first], atol=1e-5)
+    untaken = np.ones(seeds, bool)
+    untaken[first] = False
+    assert np.isneginf(left[first]).all() and (left[untaken] == bounds[untaken]).all()
+    threshold = np.float32(np.median(bounds))
+    rest = places[: others(left, sizes, threshold, seeds, slack, places)].tolist()
+    wanted = (bounds >= threshold - np.float32(slack) * np.repeat(sizes[::LANES], LANES)) & untaken
+    assert rest == wanted.nonzero()[0].tolist()
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_norms_are_those_of_torch(part: int) -> None:
+    rows = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    rows[1], rows[2], rows[3, 4], rows[4, 0] = 0.0, 3e38, torch.nan, torch.inf
+    found = np.full(7, -1.0)
+    compiled.norms(rows.numpy(), found, part, 3)
+    mine = slice(7 * part // 3, 7 * (part + 1) // 3)
+    wanted = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).numpy()
+    assert np.allclose(found[mine], wanted[mine], rtol=1e-14, equal_nan=True)
+    assert (np.delete(found, np.r_[mine]) == -1.0).all()
 
 
 @pytest.mark.parametrize("extended", [False, True])

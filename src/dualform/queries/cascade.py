@@ -20,7 +20,6 @@ TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled
 SPARE = 1 << 12  # fine bounds that are not worth a thought
 PART = 1 << 18  # bounds for which a thread of its own pays
 FEW = 8  # queries for which none does
-MANY = 512  # queries of which a thread takes some after the others: a core may be busy
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,9 @@ def _compiled(
     fast = compiled(0)
     assert fast is not None
     added = view.sizes[:0] if asked.offsets is None else asked.offsets
-    most_parts = threads() if len(thresholds) < MANY else 2 * threads()
     parts = in_parts(
-        fast.cascade, min(work // PART, len(thresholds) // FEW, most_parts), _arrays(view.levels(far)),
-        *view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
+        fast.cascade, min(work // PART, len(thresholds) // FEW, threads()), _arrays(view.levels(far)),
+        view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
         _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
         thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
     )  # fmt: skip

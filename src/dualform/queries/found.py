@@ -36,6 +36,9 @@ class Found:
     def add(self, at_query: Int64[Tensor, " pairs"], ids: Int64[Tensor, " pairs"], scores: Tensor) -> None:
         """Take in scored pairs, of which none comes twice in one call."""
         kept = scores >= self.thresholds[at_query]
+        if bool(kept.all()):
+            self._parts.append((at_query, ids, scores))
+            return
         self._parts.append((at_query[kept], ids[kept], scores[kept]))
 
     @property
