@@ -73,7 +73,8 @@ def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: 
     path = root / "run"
     disk.direct = way.direct
     with contextlib.ExitStack() as stack:
-        recorder = way.keep and stack.enter_context(dualform.record(model, optimizer, path, keep=way.keep))
+        options = {"keep": way.keep, "on_error": "raise"}  # a recording that stopped would cost nothing
+        recorder = way.keep and stack.enter_context(dualform.record(model, optimizer, path, **options))
         for step, ids in zip(range(WARM_UP + steps), batches(size), strict=False):
             if step == WARM_UP:
                 start = time.perf_counter()

@@ -25,24 +25,23 @@ from torch import nn
 
 import dualform
 from dualform.experiments.recipes import recipe
-from dualform.memory.arena import Staging
 from dualform.memory.writer import Writer
 from dualform.recording.capture import Capture
 from dualform.recording.recorder import Recorder
+from dualform.recording.routine import Sketching, Taking
 from dualform.recording.stepping import Stepping
-from dualform.recording.targets import Target, Use
 
 BATCH = 128
 # The parts overlap: what is indented is inside the part above it.
 PARTS: list[tuple[str, Any, str, str]] = [
+    ("reading the ids", Recorder, "batch", "wall"),
     ("all hooks together", Recorder, "_shield", "wall"),
     ("  forward hooks", Capture, "saw_forward", "wall"),
     ("  gradient hooks", Capture, "_saw_gradient", "wall"),
     ("  end of backward", Capture, "_ended", "wall"),
-    ("    copies into the arena", Staging, "hold", "wall"),
-    ("    sketches of keys and gradients", Use, "sketch", "wall"),
+    ("    keys and gradients copied and sketched", Taking, "take", "wall"),
     ("  before the step", Stepping, "prepare", "wall"),
-    ("    sketches of p.grad and of weights", Target, "quick_sketch", "wall"),
+    ("    sketches of p.grad", Sketching, "sketch", "wall"),
     ("  after the step", Stepping, "finish", "wall"),
     ("    judging, journal", Stepping, "flush", "wall"),
     ("      watch: weights against prediction", Stepping, "_check", "wall"),
@@ -111,7 +110,9 @@ def main() -> None:
     plain, recorded = Training(), Training()
     with tempfile.TemporaryDirectory(dir=arguments.out) as root, clocks() as spent:
         path = Path(root) / "run"
-        with dualform.record(recorded.model, recorded.optimizer, path, keep=arguments.keep) as recorder:
+        with dualform.record(
+            recorded.model, recorded.optimizer, path, keep=arguments.keep, on_error="raise"
+        ) as recorder:
             recorded.recorder = recorder
             plain.go(80), recorded.go(80)
             spent.clear()

@@ -59,6 +59,7 @@ class Ledger:
         slots = self._slots(examples, positions)
         if self.hopeless or any(part.dtype != self._dtype for part in keys) or not (slots >= 0).any():
             return np.ones(len(examples), dtype=bool), self.append(len(examples))
+        self._choose(sum(part.nbytes for part in keys))
         hashes = np.concatenate([self._hashes(part) for part in keys])
         known = (slots >= 0) & (self._number[slots] >= 0)
         same = known & (self._hash[slots] == hashes).all(axis=1)
@@ -71,14 +72,17 @@ class Ledger:
         self._matches += int(same.sum())
         return new, numbers
 
-    def _hashes(self, keys: Tensor) -> np.ndarray:
-        """128 bits of every key: by a compiled loop where the first keys to come are many, and always the same way."""
-        if not len(keys):
-            return np.zeros((0, 2), dtype=np.uint64)
+    def _choose(self, size: int) -> None:
+        """By a compiled loop, which leaves the interpreter to others, where the first keys are many; never both ways."""
         if not self._chosen:
             self._chosen = True
-            loops = load("dualform.memory.murmur") if keys.nbytes >= MANY else None
+            loops = load("dualform.memory.murmur") if size >= MANY else None
             self._loop = None if loops is None else loops.hash_rows
+
+    def _hashes(self, keys: Tensor) -> np.ndarray:
+        """128 bits of every key."""
+        if not len(keys):
+            return np.zeros((0, 2), dtype=np.uint64)
         if self._loop is None:
             return _by_xxhash(keys)
         words = np.frombuffer(tensor_bytes(keys), dtype=np.uint8).reshape(len(keys), -1)
@@ -93,6 +97,7 @@ class Ledger:
             earlier, self._earlier = self._earlier(), None
             for keys, examples, positions, numbers in earlier:
                 self._dtype = self._dtype or keys.dtype
+                self._choose(keys.nbytes)
                 if keys.dtype == self._dtype:
                     self._remember(self._slots(examples, positions), self._hashes(keys), numbers)
 
