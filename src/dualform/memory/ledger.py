@@ -73,7 +73,7 @@ class Ledger:
         return new, numbers
 
     def _choose(self, size: int) -> None:
-        """By a compiled loop, which leaves the interpreter to others, where the first keys are many; never both ways."""
+        """By a compiled loop, which leaves the interpreter alone, where the first keys are many; never both ways."""
         if not self._chosen:
             self._chosen = True
             loops = load("dualform.memory.murmur") if size >= MANY else None
