@@ -11,13 +11,18 @@ from dualform import compiled
 from dualform.compiled.lanes import (
     SEVERAL,
     bounds_into,
+    further_reaching,
     lowest_bit,
     narrow_product,
     not_below,
+    partly_reaching,
     reaching,
+    several_bounds_into,
+    several_further_reaching,
+    several_partly_reaching,
     several_reaching,
 )
-from dualform.compiled.nearby import best_first, error_of, others, product, put, scaling_of
+from dualform.compiled.nearby import bounded_first, error_of, is_narrow, marked, multiplied, others, put, scaling_of
 from dualform.fast import LANES, SPANS
 from dualform.queries import shadow
 from dualform.queries.best import _pick
@@ -63,10 +68,12 @@ def test_the_best_are_picked_as_by_sorting(queries: int, k: int, order: str, see
 
 @hypothesis.given(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=30), st.integers(1, 8))
 def test_a_heap_holds_the_largest(values: list[float], k: int) -> None:
-    heap = np.full(k, -np.inf, np.float32)
+    heaps = np.full((3, k), -np.inf, np.float32)
     for value in values:
-        if value > heap[0]:
-            put(heap, np.float32(value))
+        if value > heaps[1, 0]:
+            put(heaps, 1, np.float32(value))
+    assert np.isneginf(heaps[[0, 2]]).all()
+    heap = heaps[1]
     held = [value for value in sorted(heap.tolist(), reverse=True) if value > -np.inf]
     assert held == sorted(values, reverse=True)[:k]
     assert heap[0] == heap.min()
@@ -79,7 +86,24 @@ def bits_of(levels, asked, block, query, enough):
 
 @numba.njit
 def bounds_of(levels, asked, block, query, result, at):
-    bounds_into(levels, asked, block, query, result, at)
+    bounds_into(levels, asked, block, query, result, at, 0)
+
+
+@numba.njit
+def bounds_of_several(levels, asked, block, query, result, at, apart):
+    several_bounds_into(levels, asked, block, query, result, at, apart)
+
+
+@numba.njit
+def bits_of_listed(several, first, levels, asked, block, listed, at, thresholds, extra, sums, froms, bits):
+    if first and several:
+        several_partly_reaching(levels[:2], asked[:2], block, listed, at, thresholds, extra, sums, froms, bits)
+    elif first:
+        partly_reaching(levels[:2], asked[:2], block, listed, at, thresholds, extra, sums, froms, bits)
+    elif several:
+        several_further_reaching(levels[2:], asked[2:], block, listed, at, thresholds, extra, sums, froms, bits)
+    else:
+        further_reaching(levels[2:], asked[2:], block, listed, at, thresholds, extra, sums, froms, bits)
 
 
 @numba.njit
@@ -93,8 +117,8 @@ def bits_of_values(values, at, enough):
 
 
 @numba.njit
-def narrow_product_of(rows, row, queries, query):
-    return narrow_product(rows, row, queries, query)
+def narrow_product_of(rows, row, queries, query, columns):
+    return narrow_product(rows, row, queries, query, columns)
 
 
 @numba.njit
@@ -139,6 +163,45 @@ def test_lanes_reach_what_their_products_reach(count: int) -> None:
             alone = [bits_of(levels, asked, block, query + at, thresholds[query + at] - np.float32(0.25))
                      for at in range(SEVERAL)]  # fmt: skip
             assert several.tolist() == [0, *alone, 0]
+            bounds = np.zeros((SEVERAL, LANES + 3), np.float32)
+            bounds_of_several(levels, asked, block, query, bounds.reshape(-1), 2, LANES + 3)
+            for at in range(SEVERAL):
+                wanted = np.zeros(LANES + 3, np.float32)
+                bounds_of(levels, asked, block, query + at, wanted, 2)
+                assert (bounds[at] == wanted).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_last_level_goes_on_where_those_before_ended(several: bool) -> None:
+    generator = np.random.default_rng(0)
+    blocks, queries, many = 2, 6, SEVERAL if several else 1
+    widths = [stop - start + 1 for start, stop in SPANS]
+    levels = tuple(generator.standard_normal((blocks, width, LANES)).astype(np.float32) for width in widths)
+    asked = tuple(generator.standard_normal((queries, width)).astype(np.float32) for width in widths)
+    thresholds, extra = generator.standard_normal(queries).astype(np.float32), np.float32(0.25)
+    for block in range(blocks):
+        listed, froms = np.array([4, 1, 5, 0]), np.full(4, -1)
+        sums, bits = np.full((5, LANES), np.nan, np.float32), np.full(4, 77, np.uint32)
+        for at in range(0, 4, many):
+            bits_of_listed(several, True, levels, asked, block, listed, at, thresholds, extra, sums, froms, bits)
+        for at, query in enumerate(listed):
+            assert bits[at] == bits_of(levels[:2], asked[:2], block, query, thresholds[query] - extra)
+            known = sum(asked[level][query, :-1].astype(np.float64) @ levels[level][block, :-1] for level in (0, 1))
+            assert np.allclose(sums[at], known, rtol=1e-5, atol=1e-5)
+        assert np.isnan(sums[4]).all(), "nothing is put anywhere else"
+        # Some have gone: the others stand elsewhere in the list than their sums.
+        listed[:2], froms[:2], bits[2:] = listed[[1, 3]], [1, 3], 77
+        for at in range(0, 2, many):
+            bits_of_listed(several, False, levels, asked, block, listed, at, thresholds, extra, sums, froms, bits)
+        for at in range(2):
+            query = listed[at]
+            bounds = np.empty(LANES, np.float32)
+            bounds_of(levels, asked, block, query, bounds, 0)
+            sure = abs(bounds - (thresholds[query] - extra)) > 1e-4  # sums may be rounded otherwise
+            wanted = bounds >= thresholds[query] - extra
+            found = np.array([bool(bits[at] >> lane & 1) for lane in range(LANES)])
+            assert sure.sum() > LANES // 2 and (found == wanted)[sure].all()
+        assert bits[2:].tolist() == [77, 77]
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 63, 64, 65, 80, 255, 800, 4099])
@@ -153,8 +216,12 @@ def test_products_in_fp32_err_by_no_more_than_they_say(width: int) -> None:
     )
     for row in range(3):
         for query in range(3):
-            found = float(narrow_product_of(rows, row, queries, query))
+            found = float(narrow_product_of(rows, row, queries, query, width))
             assert abs(found - exact[row, query]) <= error_of(width) * sizes[row, query]
+            some = width - width // 3
+            found = float(narrow_product_of(rows, row, queries, query, some))
+            wanted = rows[row, :some].astype(np.float64) @ queries[query, :some].astype(np.float64)
+            assert abs(found - wanted) <= error_of(width) * sizes[row, query]
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-22, 1e-10, 1.0, 1e10, 1e18, 1e37])
@@ -163,44 +230,72 @@ def test_products_hold_where_fp32_overflows_and_underflows(size: float, other: f
     generator = np.random.default_rng(0)
     width = 100
     keys = (generator.standard_normal((4, width)) * size / 10).astype(np.float32)
-    queries = (generator.standard_normal((1, width)) * other / 10).astype(np.float32)
+    # The query that is asked is the second, of usual ones: some products in fp32, some in fp64.
+    queries = (generator.standard_normal((3, width)) * np.array([[1.0], [other], [1.0]]) / 10).astype(np.float32)
     lengths, norms = (np.linalg.norm(part.astype(np.float64), axis=1) for part in (keys, queries))
     if not lengths.all() or not norms.all():
         return
     scale = float(2.0 ** np.ceil(np.log2(lengths.max())))
     scaling = scaling_of(width, norms, (1.0, scale, scale))
-    for key in range(4):
-        exact = float(keys[key].astype(np.float64) @ queries[0].astype(np.float64)) / scale / norms[0]
-        found = product(keys, key, queries, 0, scaling[0, 0])
-        assert abs(found - exact) <= error_of(width) * lengths[key] / scale + scaling[0, 1]
+    slots, places = np.array([2, -1, 0, 9, 3, 1], np.int32), np.array([0, 1, 2, 3, 4, 5, 0], np.int32)
+    which, askers = np.array([2, 1, 0]), np.array([1, 1, 0, 1, 1, 2, 2], np.int32)
+    where, scores = np.full(7, 5, np.int32), np.full(7, np.nan)
+    nothing = np.empty(0, np.int64)
+    more = multiplied(np.arange(6), nothing, keys, slots, queries, scaling, which, places, askers, 7, where, scores)
+    assert more == 5 and where.tolist() == [2, -1, 0, -1, 3, 1, 2]
+    for pair in (0, 2, 4, 5, 6):
+        key, query = where[pair], which[askers[pair]]
+        exact = float(keys[key].astype(np.float64) @ queries[query].astype(np.float64)) / scale / norms[query]
+        assert abs(scores[pair] - exact) <= error_of(width) * lengths[key] / scale + scaling[query, 1]
+    assert np.isnan(scores[[1, 3]]).all()
 
 
-@hypothesis.given(seed=st.integers(0, 10_000), some=st.integers(1, 12), blocks=st.integers(1, 5), alike=st.booleans())
-def test_the_best_of_the_first_rows_are_taken_once(seed: int, some: int, blocks: int, alike: bool) -> None:
+def test_products_are_in_fp32_only_where_it_loses_nothing() -> None:
+    assert [is_narrow(1 / size) for size in (1e-21, -1e-19, 1.0, -1e37, 1e39)] == [False, True, True, True, False]
+
+
+@hypothesis.given(
+    seed=st.integers(0, 10_000), most=st.integers(1, 12), blocks=st.integers(1, 5), some=st.integers(1, 5),
+    alike=st.booleans(),
+)  # fmt: skip
+def test_the_best_of_the_first_rows_are_taken_once(seed: int, most: int, blocks: int, some: int, alike: bool) -> None:
     generator = np.random.default_rng(seed)
-    widths = [stop - start + 1 for start, stop in SPANS]
+    widths, tile = [stop - start + 1 for start, stop in SPANS], 2
     levels = tuple(generator.standard_normal((blocks, width, LANES)).astype(np.float32) for width in widths)
-    asked = tuple(generator.standard_normal((1, width)).astype(np.float32) for width in widths)
+    asked = tuple(generator.standard_normal((tile + some, width)).astype(np.float32) for width in widths)
     if alike:
         levels = tuple(np.ones_like(level) for level in levels)
     seeds, slack = blocks * LANES, 0.125
     sizes = np.sort(generator.random(seeds).astype(np.float32))[::-1].copy()
-    bounds = np.empty(seeds, np.float32)
-    for block in range(blocks):
-        bounds_of(levels, asked, block, 0, bounds, block * LANES)
-    left, places, taken = np.empty(seeds, np.float32), np.empty(seeds, np.int32), np.empty(seeds, np.float32)
-    count = best_first(levels, asked, sizes, 0, seeds, slack, np.empty(some, np.float32), left, places, taken)
-    first = places[:count].copy()
-    assert len(set(first.tolist())) == count >= min(some, seeds)
-    assert sorted(bounds[first], reverse=True)[:some] == sorted(bounds, reverse=True)[:some]
-    assert np.allclose(taken[:count], bounds[first] + slack * sizes[first], atol=1e-5)
-    untaken = np.ones(seeds, bool)
-    untaken[first] = False
-    assert np.isneginf(left[first]).all() and (left[untaken] == bounds[untaken]).all()
-    threshold = np.float32(np.median(bounds))
-    rest = places[: others(left, sizes, threshold, seeds, slack, places)].tolist()
-    wanted = (bounds >= threshold - np.float32(slack) * np.repeat(sizes[::LANES], LANES)) & untaken
-    assert rest == wanted.nonzero()[0].tolist()
+    bounds = np.empty((some, seeds), np.float32)
+    for query in range(some):
+        for block in range(blocks):
+            bounds_of(levels, asked, block, tile + query, bounds[query], block * LANES)
+    coarsely, marks = np.empty(some * seeds, np.float32), np.empty(some * blocks, np.uint32)
+    bounded_first(levels, asked, tile, some, seeds, coarsely, np.empty((1, most), np.float32), marks)
+    assert (coarsely == bounds.reshape(-1)).all()
+    places, askers, last = (np.empty(some * seeds, kind) for kind in (np.int32, np.int32, np.float32))
+
+    def pairs() -> list[tuple[int, int]]:
+        count = marked(coarsely, sizes, tile, some, seeds, slack, marks, places, askers, last)
+        wanted = bounds[askers[:count] - tile, places[:count]] + slack * sizes[places[:count]]
+        assert np.allclose(last[:count], wanted, atol=1e-5)
+        assert (np.diff(places[:count] // LANES) >= 0).all(), "block after block"
+        return list(zip(places[:count].tolist(), askers[:count].tolist(), strict=True))
+
+    first = pairs()
+    thresholds = np.full(tile + some, 1e30, np.float32)
+    thresholds[tile:] = np.median(bounds, axis=1)
+    others(coarsely, sizes, thresholds, tile, some, seeds, slack, marks)
+    rest = pairs()
+    assert len(set(first + rest)) == len(first + rest), "each once"
+    for query in range(some):
+        taken = [place for place, asking in first if asking == tile + query]
+        assert len(taken) >= min(most, seeds)
+        assert sorted(bounds[query, taken], reverse=True)[:most] == sorted(bounds[query], reverse=True)[:most]
+        reach = bounds[query] >= thresholds[tile + query] - np.float32(slack) * np.repeat(sizes[::LANES], LANES)
+        reach[taken] = False
+        assert sorted(place for place, asking in rest if asking == tile + query) == reach.nonzero()[0].tolist()
 
 
 @pytest.mark.parametrize("part", range(3))

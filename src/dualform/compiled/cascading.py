@@ -5,17 +5,27 @@ from typing import Any, no_type_check
 import numba
 import numpy as np
 
-from dualform.compiled.lanes import SEVERAL, lowest_bit, reaching, several_reaching
-from dualform.compiled.nearby import best_first, decided, error_of, multiplied, others, scaling_of
+from dualform.compiled.lanes import (
+    SEVERAL,
+    further_reaching,
+    lowest_bit,
+    narrow_product,
+    partly_reaching,
+    reaching,
+    several_further_reaching,
+    several_partly_reaching,
+    several_reaching,
+)
+from dualform.compiled.nearby import bounded_first, decided, error_of, marked, multiplied, others, scaling_of
 from dualform.fast import LANES, SPANS
 
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, ...]
 WIDTH0, WIDTH1, WIDTH2 = (stop - start for start, stop in SPANS)
 CHUNK, TILE = 8, 128  # blocks and queries that stay near while they meet
+SEEDED = 64  # queries that meet the first rows together
 FIRST = 8192  # rows after which queries are ordered anew, and after four times as many
 COST = 10  # fine bounds that a product costs
-NONE, ONE = np.float32(0.0), np.float32(1.0)
 WHOLE = np.uint32(0xFFFFFFFF)  # all lanes of a block
 
 # Every loop below is a function of its own, whose arrays stay what they are: for one that may change, numba counts who
@@ -35,11 +45,12 @@ def grown(values: Array, room: int) -> Array:
 @no_type_check
 def passing(
     levels: Arrays, asked: Arrays, thresholds: Array, sizes: Array, slack: float, first: int, last: int, tile: int,
-    some: int, bits: Array, to: Array, places: Array, askers: Array,
+    some: int, bits: Array, to: Array, froms: Array, sums: Array, places: Array, askers: Array,
 ) -> int:  # fmt: skip
     """Find the rows of some blocks and the queries, some from `tile` on, that pass every level; how many pairs."""
     coarse, coarsely = (levels[0],), (asked[0],)
     middle, moderately = (levels[0], levels[1]), (asked[0], asked[1])
+    last_one, finest = (levels[2],), (asked[2],)
     together = some - some % SEVERAL
     pairs = 0
     for block in range(first, last):
@@ -54,13 +65,18 @@ def passing(
         for at in range(some):
             to[many] = tile + at
             many += bits[at] != 0
+        for at in range(0, many - many % SEVERAL, SEVERAL):
+            several_partly_reaching(middle, moderately, block, to, at, thresholds, extra, sums, froms, bits)
+        for at in range(many - many % SEVERAL, many):
+            partly_reaching(middle, moderately, block, to, at, thresholds, extra, sums, froms, bits)
         left = 0
         for at in range(many):
-            query = to[at]
-            to[left] = query
-            left += reaching(middle, moderately, block, query, thresholds[query] - extra) != 0
-        for at in range(left):
-            bits[at] = reaching(levels, asked, block, to[at], thresholds[to[at]] - extra)
+            to[left], froms[left] = to[at], at
+            left += bits[at] != 0
+        for at in range(0, left - left % SEVERAL, SEVERAL):
+            several_further_reaching(last_one, finest, block, to, at, thresholds, extra, sums, froms, bits)
+        for at in range(left - left % SEVERAL, left):
+            further_reaching(last_one, finest, block, to, at, thresholds, extra, sums, froms, bits)
         lanes = WHOLE if start + LANES <= len(sizes) else np.uint32((1 << (len(sizes) - start)) - 1)
         for at in range(left):
             rows = bits[at] & lanes
@@ -71,36 +87,26 @@ def passing(
     return pairs
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-@no_type_check
-def finer(fine: Array, row: int, asked: Array, query: int, weighted: bool, weight: float, slack: float) -> float:
-    """The bound of a row by all columns, in the units of a view; what is not weighted is one product."""
-    value = NONE
-    if not weighted:
-        for column in range(fine.shape[1]):
-            value += fine[row, column] * asked[query, column]
-        return value
-    width = fine.shape[1] - 2
-    for column in range(width):
-        value += fine[row, column] * asked[query, column]
-    return weight * value + abs(weight) * fine[row, width] * asked[query, width] + slack
-
-
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def reaching_finely(
     fine: Array, rows: Array, sizes: Array, weights: Array, offsets: Array, finely: Array, added: Array,
     thresholds: Array, which: Array, slack: float, places: Array, askers: Array, bounds: Array, pairs: int,
 ) -> int:  # fmt: skip
-    """Keep the pairs whose bounds by all columns reach the threshold, with these bounds; how many."""
-    kept = 0
+    """Keep the pairs whose bounds by all columns, in the units of the view, reach the threshold; how many.
+
+    What is not weighted is one product.
+    """
+    kept, width = 0, fine.shape[1] - 2
     for pair in range(pairs):
         place, query = places[pair], askers[pair]
         row = rows[place] if len(rows) else place
         if len(weights):
-            bound = finer(fine, row, finely, query, True, weights[place], np.float32(slack) * sizes[place])
+            weight = weights[place]
+            bound = weight * narrow_product(fine, row, finely, query, width)
+            bound += abs(weight) * fine[row, width] * finely[query, width] + np.float32(slack) * sizes[place]
         else:
-            bound = finer(fine, row, finely, query, False, ONE, NONE)
+            bound = narrow_product(fine, row, finely, query, width + 2)
         if len(offsets):
             bound += offsets[place] * added[which[query]]
         places[kept], askers[kept], bounds[kept] = place, query, bound
@@ -136,19 +142,24 @@ def cascade(
     room = 4096
     at_row, at_query, at_bound = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float32)
     bits, passed = np.empty(TILE, np.uint32), np.empty(TILE + 1, np.int64)
-    at_once = max(CHUNK * LANES * min(TILE, len(which)), seeds) + 1
+    froms, sums = np.empty(TILE + 1, np.int64), np.empty((TILE, LANES), np.float32)
+    first_ones = seeds * min(SEEDED, len(which))
+    at_once = max(CHUNK * LANES * min(TILE, len(which)), first_ones) + 1
     places, askers, where = np.empty(at_once, np.int32), np.empty(at_once, np.int32), np.full(at_once, -1, np.int32)
     bounds, scores = np.empty(at_once, np.float32), np.empty(at_once)
-    best, coarsely = np.empty(k + max(k // 4, 2) if seeds else 0, np.float32), np.empty(seeds, np.float32)
-    for query in range(len(which) if seeds else 0):
+    best, coarsely = np.empty((1, k + max(k // 4, 2) if seeds else 0), np.float32), np.empty(first_ones, np.float32)
+    marks = np.empty(first_ones // LANES, np.uint32)
+    for tile in range(0, len(which) if seeds else 0, SEEDED):
         # Of the first rows those with the best bounds give thresholds that spare most of the others.
-        askers[:seeds] = query
-        bounded += seeds
+        some = min(SEEDED, len(which) - tile)
+        bounded += some * seeds
         for turn in range(2):
             if turn == 0:
-                pairs = best_first(levels, asked, sizes, query, seeds, slack, best, coarsely, places, bounds)
+                bounded_first(levels, asked, tile, some, seeds, coarsely, best, marks)
             else:
-                pairs = others(coarsely, sizes, thresholds[query], seeds, slack, places)
+                others(coarsely, sizes, thresholds, tile, some, seeds, slack, marks)
+            pairs = marked(coarsely, sizes, tile, some, seeds, slack, marks, places, askers, bounds)
+            if turn == 1:
                 tried += pairs
                 pairs = reaching_finely(
                     fine, rows, sizes, weights, offsets, finely, added, thresholds, which, slack, places, askers,
@@ -184,8 +195,9 @@ def cascade(
             some, last = min(TILE, active - tile), min(first + CHUNK, (reach[tile] + LANES - 1) // LANES)
             bounded += some * (last - first) * LANES
             pairs = passing(
-                levels, asked, thresholds, sizes, slack, first, last, tile, some, bits, passed, places, askers
-            )
+                levels, asked, thresholds, sizes, slack, first, last, tile, some, bits, passed, froms, sums, places,
+                askers,
+            )  # fmt: skip
             tried += pairs
             if tried > spare // parts + bounded // 8:
                 return False, bounded, scored, at_row[:0], at_query[:0], at_bound[:0]

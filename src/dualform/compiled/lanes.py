@@ -30,7 +30,7 @@ def reaching(context, levels, asked, block, query, enough) -> Any:
     """
 
     def generate(context, builder, signature, arguments) -> Any:
-        (bounds,) = _bounds(context, builder, signature, arguments, [arguments[3]])
+        _, (bounds,) = _sums(context, builder, signature, arguments, [arguments[3]])
         reached = builder.fcmp_ordered(">=", bounds, _everywhere(builder, arguments[4]))
         return builder.bitcast(reached, _SHORT)
 
@@ -49,7 +49,7 @@ def several_reaching(context, levels, asked, block, query, thresholds, extra, bi
     def generate(context, builder, signature, arguments) -> Any:
         enough, result = (_data(context, builder, signature, arguments, at) for at in (4, 6))
         queries = [builder.add(arguments[3], ir.Constant(_LONG, at)) for at in range(SEVERAL)]
-        bounds = _bounds(context, builder, signature, arguments, queries)
+        _, bounds = _sums(context, builder, signature, arguments, queries)
         for at, (query, bound) in enumerate(zip(queries, bounds, strict=True)):
             least = builder.fsub(builder.load(builder.gep(enough, [query])), arguments[5])
             reached = builder.fcmp_ordered(">=", bound, _everywhere(builder, least))
@@ -63,19 +63,70 @@ def several_reaching(context, levels, asked, block, query, thresholds, extra, bi
     return types.void(levels, asked, types.int64, types.int64, thresholds, types.float32, bits, types.int64), generate
 
 
-@intrinsic
 @no_type_check
-def bounds_into(context, levels, asked, block, query, result, at) -> Any:
-    """Put the bounds of all rows of a block into an array of fp32 numbers, from a place on."""
+def _listed(several, first) -> Any:
+    """What bounds so many queries of a list at once, by the levels from this one on."""
 
-    def generate(context, builder, signature, arguments) -> Any:
-        (bounds,) = _bounds(context, builder, signature, arguments, [arguments[3]])
-        to = builder.gep(_data(context, builder, signature, arguments, 4), [arguments[5]])
-        builder.store(bounds, builder.bitcast(to, _VECTOR.as_pointer()), align=4)
-        return context.get_dummy_value()
+    @intrinsic
+    @no_type_check
+    def listed_reaching(context, levels, asked, block, list, at, thresholds, extra, sums, froms, bits) -> Any:
+        def generate(context, builder, signature, arguments) -> Any:
+            queries_of, enough, kept, before, result = (
+                _data(context, builder, signature, arguments, at) for at in (3, 5, 7, 8, 9)
+            )
+            places = [builder.add(arguments[4], ir.Constant(_LONG, at)) for at in range(several)]
+            queries = [builder.load(builder.gep(queries_of, [place])) for place in places]
+            # Where what is known by the levels before is, or where what is known by these is put.
+            held = [builder.load(builder.gep(before, [place])) if first else place for place in places]
+            held = [builder.gep(kept, [builder.mul(at, ir.Constant(_LONG, LANES))]) for at in held]
+            held = [builder.bitcast(at, _VECTOR.as_pointer()) for at in held]
+            known = [builder.load(at, align=4) for at in held] if first else None
+            sums, bounds = _sums(context, builder, signature, arguments, queries, first, known)
+            for place, query, to, sum_, bound in zip(places, queries, held, sums, bounds, strict=True):
+                if not first:
+                    builder.store(sum_, to, align=4)
+                least = builder.fsub(builder.load(builder.gep(enough, [query])), arguments[6])
+                reached = builder.fcmp_ordered(">=", bound, _everywhere(builder, least))
+                builder.store(builder.bitcast(reached, _SHORT), builder.gep(result, [place]))
+            return context.get_dummy_value()
 
-    _check(levels, asked)
-    return types.void(levels, asked, types.int64, types.int64, result, types.int64), generate
+        _check(levels, asked)
+        return types.void(
+            levels, asked, types.int64, list, types.int64, thresholds, types.float32, sums, froms, bits
+        ), generate
+
+    return listed_reaching
+
+
+# Queries of a list and a place in it on, by the first levels, of which the sums without a tail are kept; and by the
+# last one, on top of what was kept where `froms` says.
+partly_reaching, several_partly_reaching = _listed(1, 0), _listed(SEVERAL, 0)
+further_reaching, several_further_reaching = _listed(1, 2), _listed(SEVERAL, 2)
+
+
+@no_type_check
+def _into(several) -> Any:
+    """What puts the bounds of so many queries into an array."""
+
+    @intrinsic
+    @no_type_check
+    def bounds_into(context, levels, asked, block, query, result, at, apart) -> Any:
+        def generate(context, builder, signature, arguments) -> Any:
+            queries = [builder.add(arguments[3], ir.Constant(_LONG, at)) for at in range(several)]
+            to = builder.gep(_data(context, builder, signature, arguments, 4), [arguments[5]])
+            for bound in _sums(context, builder, signature, arguments, queries)[1]:
+                builder.store(bound, builder.bitcast(to, _VECTOR.as_pointer()), align=4)
+                to = builder.gep(to, [arguments[6]])
+            return context.get_dummy_value()
+
+        _check(levels, asked)
+        return types.void(levels, asked, types.int64, types.int64, result, types.int64, types.int64), generate
+
+    return bounds_into
+
+
+# The bounds of all rows of a block for this query (and the next ones), from a place on and so far `apart`.
+bounds_into, several_bounds_into = _into(1), _into(SEVERAL)
 
 
 @intrinsic
@@ -94,8 +145,8 @@ def not_below(context, values, at, enough) -> Any:
 
 @intrinsic
 @no_type_check
-def narrow_product(context, rows, row, queries, query) -> Any:
-    """The product of a row with a query in fp32, of which WIDE numbers are summed side by side.
+def narrow_product(context, rows, row, queries, query, columns) -> Any:
+    """The product of the first columns of a row and of a query in fp32, of which WIDE are summed side by side.
 
     So it errs by no more than error_of(width) of the product of the norms.
     """
@@ -108,7 +159,7 @@ def narrow_product(context, rows, row, queries, query) -> Any:
             data = _data(context, builder, signature, arguments, at)
             starts.append(builder.gep(data, [builder.mul(arguments[at + 1], width)]))
         # As many as possible side by side, then fewer, then one after the other.
-        total, done = None, ir.Constant(_LONG, 0)
+        total, done, width = None, ir.Constant(_LONG, 0), arguments[4]
         for lanes in (WIDE, WIDE // 4, 1):
             kind = ir.VectorType(_FLOAT, lanes) if lanes > 1 else _FLOAT
             part = cgutils.alloca_once_value(builder, ir.Constant(kind, None))
@@ -129,7 +180,7 @@ def narrow_product(context, rows, row, queries, query) -> Any:
     for kind in (rows, queries):
         if (kind.dtype, kind.ndim, kind.layout) != (types.float32, 2, "C"):
             raise TypingError(f"{kind} has no rows in fp32, one after the other")
-    return types.float32(rows, types.int64, queries, types.int64), generate
+    return types.float32(rows, types.int64, queries, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -161,24 +212,29 @@ def _everywhere(builder, value) -> Any:
 
 
 @no_type_check
-def _bounds(context, builder, signature, arguments, queries) -> Any:
-    """The sum over all columns, for each of some queries."""
+def _sums(context, builder, signature, arguments, queries, first=0, known=None) -> Any:
+    """The sums over all columns but the last tail, and the bounds, which are the sums with it, for some queries.
+
+    The levels are those from `first` on, and are added to what is known.
+    """
     levels, asked, block = arguments[:3]
-    count, totals = len(signature.args[0]), [None] * len(queries)
+    count, totals = len(signature.args[0]), known or [None] * len(queries)
     for number in range(count):
-        start, stop = SPANS[number]
+        start, stop = SPANS[first + number]
         rows, where = _part(context, builder, signature.args[0], levels, number, block, (stop - start + 1) * LANES)
         parts = [
             _part(context, builder, signature.args[1], asked, number, query, stop - start + 1) for query in queries
         ]
         for column in range(stop - start + (number == count - 1)):
+            before = totals
             place = builder.gep(rows, [builder.add(where, ir.Constant(_LONG, column * LANES))])
             row = builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
-            for at, (columns, from_) in enumerate(parts):
+            totals = []
+            for total, (columns, from_) in zip(before, parts, strict=True):
                 value = builder.load(builder.gep(columns, [builder.add(from_, ir.Constant(_LONG, column))]))
                 term = builder.fmul(row, _everywhere(builder, value), flags=_FUSED)
-                totals[at] = term if totals[at] is None else builder.fadd(totals[at], term, flags=_FUSED)
-    return totals
+                totals.append(term if total is None else builder.fadd(total, term, flags=_FUSED))
+    return before, totals
 
 
 @no_type_check

@@ -5,7 +5,15 @@ from typing import Any, no_type_check
 import numba
 import numpy as np
 
-from dualform.compiled.lanes import WIDE, bounds_into, lowest_bit, narrow_product, not_below
+from dualform.compiled.lanes import (
+    SEVERAL,
+    WIDE,
+    bounds_into,
+    lowest_bit,
+    narrow_product,
+    not_below,
+    several_bounds_into,
+)
 from dualform.fast import LANES
 
 Array = np.ndarray[Any, Any]
@@ -15,22 +23,19 @@ MOST = 3.4028e38  # below what fp32 rounds to infinity
 LEAST_NARROW, MOST_NARROW = 1e-20, 1e38
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, inline="always")
 @no_type_check
-def put(heap: Array, value: float) -> None:
-    """Put a value in the place of the smallest, which comes first."""
-    at = 0
-    while True:
-        child = 2 * at + 1
-        if child >= len(heap):
-            break
-        if child + 1 < len(heap) and heap[child + 1] < heap[child]:
+def put(heaps: Array, row: int, value: float) -> None:
+    """Put a value in the place of a row's smallest, which comes first."""
+    size, at, child = heaps.shape[1], 0, 1
+    while child < size:
+        if child + 1 < size and heaps[row, child + 1] < heaps[row, child]:
             child += 1
-        if heap[child] >= value:
+        if heaps[row, child] >= value:
             break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = value
+        heaps[row, at] = heaps[row, child]
+        at, child = child, 2 * child + 1
+    heaps[row, at] = value
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -45,11 +50,9 @@ def wide_product(rows: Array, row: int, queries: Array, query: int) -> float:
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
-def product(keys: Array, slot: int, queries: Array, query: int, factor: float) -> float:
-    """The product of a key with a query, times a factor that is one over the largest that it can be."""
-    if 1 / MOST_NARROW < abs(factor) < 1 / LEAST_NARROW:
-        return np.float64(narrow_product(keys, slot, queries, query)) * factor
-    return wide_product(keys, slot, queries, query) * factor
+def is_narrow(factor: float) -> bool:
+    """Whether products may be formed in fp32, by a factor that is one over the largest that they can be."""
+    return 1 / MOST_NARROW < abs(factor) < 1 / LEAST_NARROW
 
 
 @numba.njit(cache=True, nogil=True)
@@ -79,48 +82,67 @@ def scaling_of(width: int, norms: Array, units: tuple[float, float, float]) -> A
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
-def best_first(
-    levels: Arrays, asked: Arrays, sizes: Array, query: int, seeds: int, slack: float, best: Array, coarsely: Array,
-    places: Array, bounds: Array,
-) -> int:  # fmt: skip
-    """Bound the first rows, and take those with the best bounds, as many as `best` has room for; how many.
+def bounded_first(
+    levels: Arrays, asked: Arrays, tile: int, some: int, seeds: int, coarsely: Array, best: Array, bits: Array
+) -> None:  # fmt: skip
+    """Bound the first rows for some queries, and mark those with the best bounds, about as many as `best` has room for.
 
-    `coarsely` are the bounds of the others then, and −∞ for those that were taken.
+    A bit stands for a row, blocks come before queries.
     """
+    together = some - some % SEVERAL
     for at in range(0, seeds, LANES):
-        bounds_into(levels, asked, at // LANES, query, coarsely, at)
-    best[:] = -np.inf
-    some = 0
-    for at in range(0, seeds, LANES):
-        left = not_below(coarsely, at, best[0])
-        while left:
-            place = at + lowest_bit(left)
-            left &= left - np.uint32(1)
-            if coarsely[place] > best[0]:
-                put(best, coarsely[place])
-                places[some] = place
-                some += 1
-    taken = 0
-    for at in range(some):
-        place = places[at]
-        if coarsely[place] >= best[0]:
-            places[taken], bounds[taken] = place, coarsely[place] + np.float32(slack) * sizes[place]
-            coarsely[place] = -np.inf
-            taken += 1
-    return taken
+        block = at // LANES
+        for query in range(0, together, SEVERAL):
+            several_bounds_into(levels, asked, block, tile + query, coarsely, query * seeds + at, seeds)
+        for query in range(together, some):
+            bounds_into(levels, asked, block, tile + query, coarsely, query * seeds + at, seeds)
+    for query in range(some):
+        best[0, :] = -np.inf
+        for at in range(query * seeds, (query + 1) * seeds, LANES):
+            left = not_below(coarsely, at, best[0, 0])
+            while left:
+                bound = coarsely[at + lowest_bit(left)]
+                left &= left - np.uint32(1)
+                if bound > best[0, 0]:
+                    put(best, 0, bound)
+        for block in range(seeds // LANES):
+            bits[block * some + query] = not_below(coarsely, query * seeds + block * LANES, best[0, 0])
 
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
-def others(coarsely: Array, sizes: Array, threshold: float, seeds: int, slack: float, places: Array) -> int:
-    """The first rows whose bounds reach a threshold; how many."""
+def others(
+    coarsely: Array, sizes: Array, thresholds: Array, tile: int, some: int, seeds: int, slack: float, bits: Array
+) -> None:  # fmt: skip
+    """Mark the first rows whose bounds reach the threshold of a query, without those that are marked already."""
+    for block in range(seeds // LANES):
+        extra = np.float32(slack * sizes[block * LANES])
+        for query in range(some):
+            at = block * some + query
+            reach = not_below(coarsely, query * seeds + block * LANES, thresholds[tile + query] - extra)
+            bits[at] = reach & ~bits[at]
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def marked(
+    coarsely: Array, sizes: Array, tile: int, some: int, seeds: int, slack: float, bits: Array, places: Array,
+    askers: Array, bounds: Array,
+) -> int:  # fmt: skip
+    """The pairs that are marked, with their bounds; how many.
+
+    Those of a block come together, so that its keys are still near when the next query meets them.
+    """
     pairs = 0
-    for at in range(0, seeds, LANES):
-        left = not_below(coarsely, at, threshold - np.float32(slack * sizes[at]))
-        while left:
-            places[pairs] = at + lowest_bit(left)
-            left &= left - np.uint32(1)
-            pairs += 1
+    for block in range(seeds // LANES):
+        for query in range(some):
+            left = bits[block * some + query]
+            while left:
+                place = block * LANES + lowest_bit(left)
+                left &= left - np.uint32(1)
+                places[pairs], askers[pairs] = place, tile + query
+                bounds[pairs] = coarsely[query * seeds + place] + np.float32(slack) * sizes[place]
+                pairs += 1
     return pairs
 
 
@@ -136,13 +158,34 @@ def multiplied(
         place = places[pair]
         slot = slots[numbers[rows[place] if len(rows) else place]]
         where[pair] = slot if slot < len(keys) else -1
-    scored = 0
+    scored = wide = 0
     for pair in range(pairs):
         if where[pair] >= 0:
             asking = which[askers[pair]]
-            scores[pair] = product(keys, where[pair], queries, asking, scaling[asking, 0])
+            factor = scaling[asking, 0]
             scored += 1
+            if is_narrow(factor):
+                scores[pair] = np.float64(narrow_product(keys, where[pair], queries, asking, queries.shape[1])) * factor
+            else:
+                wide += 1
+    if wide:
+        multiplied_widely(keys, queries, scaling, which, askers, pairs, where, scores)
     return scored
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def multiplied_widely(
+    keys: Array, queries: Array, scaling: Array, which: Array, askers: Array, pairs: int, where: Array, scores: Array
+) -> None:
+    """Multiply the keys that are at hand with queries for which that has to be done in fp64.
+
+    By itself, since calling a function with arrays takes half as long as a product in fp32.
+    """
+    for pair in range(pairs):
+        asking = which[askers[pair]]
+        if where[pair] >= 0 and not is_narrow(scaling[asking, 0]):
+            scores[pair] = wide_product(keys, where[pair], queries, asking) * scaling[asking, 0]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -168,7 +211,7 @@ def decided(
             margin = wide * sizes[place] + scaling[asking, 1]
             low = np.float32(min(score - margin, scaling[asking, 2]))
             if low > reached[query, 0]:
-                put(reached[query], low)
+                put(reached, query, low)
                 thresholds[query] = max(thresholds[query], reached[query, 0])
             bound = np.float32(score + margin)
         at_row[found], at_query[found], at_bound[found] = place, asking, bound

@@ -86,8 +86,8 @@ def suits(memory: StoredMemory, weight: int, queries: Float[Tensor, "queries dim
 
 def tame(queries: Float[Tensor, "queries dim_in"]) -> bool:
     """Whether there are queries, none of them zero, which ties everywhere, or out of the range of bounds."""
-    norms = row_norms(queries)
-    return len(queries) > 0 and bool(((norms > 1e-100) & (norms < 1e100)).all())
+    norms = row_norms(queries).detach().numpy()
+    return len(norms) > 0 and bool(norms.min() > 1e-100 and norms.max() < 1e100)
 
 
 def _chosen(memory: StoredMemory, table: Table, until: int, selection: Selection) -> Events:
@@ -143,6 +143,8 @@ def _each_direction(
 
 def _joined(found: list[Best], order: Int64[Tensor, " queries"] | None = None) -> Best:
     """The answers of some queries after those of others."""
+    if len(found) == 1 and order is None:
+        return found[0]
     scores, numbers = torch.cat([one.scores for one in found]), torch.cat([one.numbers for one in found])
     if order is not None:
         scores, numbers = scores[order], numbers[order]

@@ -109,7 +109,7 @@ def _compiled(
     assert fast is not None
     added = view.sizes[:0] if asked.offsets is None else asked.offsets
     parts = in_parts(
-        fast.cascade, min(work // PART, len(thresholds) // FEW, threads()), _arrays(view.levels(far)),
+        fast.cascade, min(work // PART, len(thresholds) // FEW, threads()), view.level_arrays(far),
         view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
         _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
         thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,

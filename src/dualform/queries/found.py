@@ -35,10 +35,11 @@ class Found:
 
     def add(self, at_query: Int64[Tensor, " pairs"], ids: Int64[Tensor, " pairs"], scores: Tensor) -> None:
         """Take in scored pairs, of which none comes twice in one call."""
-        kept = scores >= self.thresholds[at_query]
-        if bool(kept.all()):
+        passed = scores.detach().numpy() >= self.thresholds.detach().numpy()[at_query.numpy()]
+        if passed.all():
             self._parts.append((at_query, ids, scores))
             return
+        kept = torch.from_numpy(passed)
         self._parts.append((at_query[kept], ids[kept], scores[kept]))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int32, Int64
 from torch import Tensor
@@ -54,7 +55,12 @@ class HotKeys:
 
     def get(self, numbers: Int64[Tensor, " keys"]) -> Keys | None:
         """Keys, where among them each number is, and their norms; None where there is no room for so many at once."""
+        asked = numbers.numpy()
         with self._lock:
+            # Mostly all are at hand; of some dozen numpy tells that in a fraction of torch's time.
+            slots = self._slots.numpy()[asked]
+            if len(slots) and slots.min() >= 0:
+                return self._keys, torch.from_numpy(slots.astype(np.int64)), self._norms
             missing = numbers[self._slots[numbers] < 0].unique()
             if self._filled + len(missing) > self._room:
                 self._clear()

@@ -133,9 +133,12 @@ class Search:
 
     def _scaled(self, view: View) -> Float32[Tensor, " queries"]:
         """The thresholds in the units of a view, surely not too high: what fp32 rounds up to them passes."""
+        thresholds = self.found.thresholds.numpy()
+        if len(thresholds) and thresholds.max() == -np.inf:
+            return torch.full((len(thresholds),), -1e38)  # nothing is known yet
         # A weighted score is made of one that was rounded before.
         least = 1.5e-45 * (1 + view.scale / view.shadow.scale)
-        exactly = np.clip(self.found.thresholds.numpy(), -LARGEST, LARGEST) - least
+        exactly = np.clip(thresholds, -LARGEST, LARGEST) - least
         with np.errstate(over="ignore"):
             scaled = np.clip(exactly / view.scale / self._norms.numpy(), -1e38, 1e38)
         return torch.from_numpy((scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32))

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
@@ -60,8 +62,17 @@ class Shadow:
         """The basis, and columns of zeros: a product with whole vectors of columns is a fifth faster."""
         return torch.nn.functional.pad(self.basis, (0, -self.basis.shape[1] % 8))
 
+    @cached_property
+    def level_arrays(self) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
+        """The levels as the compiled loops read them."""
+        return tuple(level.numpy() for level in self.levels)
+
     def size(self) -> int:
         """The bytes of all parts."""
+        return self._size
+
+    @cached_property
+    def _size(self) -> int:
         return self.padded.nbytes + sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
