@@ -259,6 +259,8 @@ def test_rows_of_another_kind_are_not_held() -> None:
     assert arena.hold("keys", torch.zeros(2, 4)) is None
     assert arena.hold("other", torch.zeros(2, 3)) is None
     assert arena.hold("keys", torch.randn(3, 2).T) is not None
+    twice = arena.reserve([("keys", Shape(1, 3, torch.float32))] * 2)
+    assert twice is not None and twice[1].start == twice[0].start + 1, "a weight that is used twice"
 
 
 def test_a_held_row_is_a_copy() -> None:

@@ -1,6 +1,9 @@
 """Small arrays in memory of their own."""
 
+import os
+
 import numpy as np
+import pytest
 
 from dualform.memory.slab import LINE, SLAB, Slab
 
@@ -15,6 +18,19 @@ def test_arrays_are_apart_and_aligned() -> None:
         assert array.ctypes.data % LINE == 0
         array.fill(number)
     assert all((array == number).all() for number, array in enumerate(arrays))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_writes_to_memory_of_its_own() -> None:
+    slab = Slab()
+    array = slab.zeros((100,), np.int64)
+    child = os.fork()
+    if child == 0:
+        array.fill(9)
+        slab.empty((100,), np.int64).fill(9)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not array.any() and not slab.empty((100,), np.int64).any()
 
 
 def test_an_array_larger_than_a_slab_and_arrays_beyond_its_end() -> None:

@@ -124,10 +124,36 @@ def same_twice(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) 
         F.cross_entropy(model(x), y).backward()
 
 
+def called_twice(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids):
+        (F.cross_entropy(model(x), y) + F.cross_entropy(model(2 * x + 1), y)).backward()
+
+
+def emptied(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    if step in (3, 60, 61, 110):
+        optimizer.zero_grad()  # a step without any gradient
+
+
+def beside_func(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step)
+    if step in (2, 70):
+        _, x, y = batch(step, dtype=torch.float32)
+        torch.func.grad(lambda x: F.cross_entropy(model(x), y))(x)
+
+
+def others_replaced(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """Two optimisers' worth of parameters in turn: now the one layer has gradients, now the other."""
+    one(model, recorder, step)
+    for parameter in model[2 * (step // 3 % 2)].parameters():  # type: ignore[index]
+        parameter.grad = None
+
+
 Loop = Callable[[nn.Module, Any, Recorder, int], None]
 LOOPS: list[Loop] = [
     plain, clipped, accumulated, sometimes_accumulated, short_batches, without_ids, positions, frozen_for_a_while,
-    backward_twice, noisy, spoiled, schedules, commits, same_twice,
+    backward_twice, noisy, spoiled, schedules, commits, same_twice, called_twice, emptied, beside_func, others_replaced,
 ]  # fmt: skip
 
 
@@ -235,6 +261,56 @@ def test_a_step_that_fails_keeps_its_events_for_the_next(tmp_path: Path, monkeyp
     assert memory.certificate().exact
     assert all(segment.events[0] for segment in memory.manifest.segments)
     assert sum(segment.events[0] for segment in memory.manifest.segments) == 5 * STEPS
+
+
+def test_a_failed_step_keeps_its_events_through_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena in which its rows are is used for others after a commit."""
+
+    def failing(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+        one(model, recorder, step)
+        if step == 90:
+            fail = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            fail.remove()
+            recorder._between_steps = True  # as if the user's code had mended it
+            recorder.commit()
+            recorder.commit()
+            for other in range(60):
+                ids, x, y = batch(other, dtype=torch.float32)
+                with recorder.batch(ids):
+                    torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+
+    compiled(monkeypatch)
+    _, memory = record(tmp_path / "run", failing)
+    assert memory.certificate().exact
+    assert sum(segment.events[0] for segment in memory.manifest.segments) == 5 * STEPS
+
+
+def test_steps_that_an_interrupt_lost_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compiled(monkeypatch)
+    with (
+        pytest.raises(dualform.errors.RecordingFailed, match="some of them are lost"),
+        dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder,
+    ):
+        for step in range(1, 61):
+            one(model, recorder, step)
+            if step == 40:
+                recorder.commit()
+            optimizer.step()
+            optimizer.zero_grad()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(stepping.Stepping, "_together", interrupt)
+            recorder.commit()
+        recorder.commit()
+    memory = dualform.open(tmp_path / "run")
+    assert memory.steps == 39 and "some of them are lost" in str(memory.manifest.failure)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_stretch_in_doubt_is_judged_step_by_step(

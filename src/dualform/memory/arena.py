@@ -71,15 +71,18 @@ class Arena:
     def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
         """Room for some rows at the end of each of these streams; None where any of them has none."""
         held: list[Held] = []
+        filled = dict(self._filled)  # a weight that is used twice has its stream twice
+        size = 0
         for stream, shape in wanted:
-            start, room = self._filled.get(stream, 0), self._shapes.get(stream)
+            start, room = filled.get(stream, 0), self._shapes.get(stream)
             if room is None or start + shape.rows > room.rows or (room.width, room.dtype) != (shape.width, shape.dtype):
                 return None
-            address = self._addresses[stream] + start * shape.width * shape.dtype.itemsize
-            held.append(Held(self._streams[stream], start, shape.rows, address))
-        for (stream, shape), one in zip(wanted, held, strict=True):
-            self._filled[stream] = one.start + shape.rows
-            self.bytes += shape.rows * shape.width * shape.dtype.itemsize
+            width = shape.width * shape.dtype.itemsize
+            held.append(Held(self._streams[stream], start, shape.rows, self._addresses[stream] + start * width))
+            filled[stream] = start + shape.rows
+            size += shape.rows * width
+        self._filled = filled
+        self.bytes += size
         return held
 
     def hold(self, stream: str, rows: Tensor) -> Tensor | None:

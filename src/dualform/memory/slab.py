@@ -41,5 +41,5 @@ class Slab:
 
 
 def pages(size: int) -> np.ndarray:
-    """Memory straight from the system."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=np.uint8)
+    """Memory straight from the system; a forked child has its own."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)

@@ -67,6 +67,11 @@ class Writer:
         return steps > self._committed and time.monotonic() - self._last_commit >= COMMIT_SECONDS
 
     @property
+    def steps(self) -> int:
+        """The steps that it was given, those of an earlier recording included."""
+        return self._steps
+
+    @property
     def gathered(self) -> int:
         """The bytes that have gathered since the last commit."""
         return self._gathered.bytes

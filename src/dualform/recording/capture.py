@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor, is_legacy_batchedtensor
 from torch.utils.hooks import RemovableHandle
 
 from dualform.memory.arena import Held
@@ -111,7 +111,7 @@ class Capture:
         if not use.weight.parameter.requires_grad and not use.trained:
             return
         stored = args[0] if args else kwargs.get("input")
-        if not isinstance(stored, Tensor) or _is_batched(output):
+        if not isinstance(stored, Tensor) or _is_wrapped(output):
             return
         batch, shape = self.batch, stored.shape
         if batch is not None:
@@ -146,7 +146,7 @@ class Capture:
         calls: list[Known] = []
         rows: list[tuple[Use, Tensor, Tensor]] = []
         for forward, gradient in backward.waiting:
-            if not _is_batched(gradient):  # a vectorised Jacobian: nothing accumulates
+            if not _is_wrapped(gradient):  # a vectorised Jacobian: nothing accumulates
                 calls.append(forward.known)
                 rows.append(self._rows(forward, gradient))
         backward.waiting.clear()
@@ -321,6 +321,6 @@ def _product(output: Tensor) -> Tensor:
     return output
 
 
-def _is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor lives inside a vmap, where nothing ever accumulates into a parameter."""
-    return bool(is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor))
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor lives inside a vmap or a torch.func.grad, where nothing ever accumulates into a parameter."""
+    return bool(is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor) or is_gradtrackingtensor(tensor))

@@ -295,6 +295,8 @@ class Recorder:
     def _commit(self, wait: bool) -> None:
         assert self._writer is not None
         sketches, velocities = self._stepping.check_all()
+        if self._writer.steps != self._stepping.steps:
+            raise RecordingFailed("an interrupt came while finished steps were worked out, and some of them are lost")
         hashes = [tensor_hash(target.parameter) for target in self._targets.parameters]
         extra = sketch_tensors(sketches, velocities, hashes)
         extra |= {f"other/{name}": [place.current().clone()] for name, place in self._targets.at_commits.items()}

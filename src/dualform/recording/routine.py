@@ -6,6 +6,7 @@ while the training waits; what the results mean is worked out later, for many st
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -41,7 +42,6 @@ from dualform.recording.targets import Arrived, Sketch, Target, Use
 Reserve = Callable[[Sequence[tuple[str, Shape]]], list[Held] | None]
 AT_A_TIME = 32  # steps that are looked at together
 RING = 8 << 20  # bytes that their results may take
-UNUSED = 3  # references to memory that only the list of it, a loop and the question itself have
 
 
 class Ring:
@@ -69,13 +69,22 @@ class Ring:
         """Room at which nobody looks any more."""
         self.results = np.empty((0, self._numbers), dtype=np.float32)
         for made in self._made:
-            if sys.getrefcount(made) <= UNUSED:
+            if sys.getrefcount(made) <= _unused_count():
                 break
         else:
             made = pages(4 * self._rows * self._numbers)
             self._made = [*self._made[-3:], made]
         # Every view of these results, and every view of such a view, holds on to `made` itself.
         return made.view(np.float32).reshape(self._rows, self._numbers)
+
+
+@functools.cache
+def _unused_count() -> int:
+    """The references to memory that nobody looks at, counted as `Ring` counts them: versions of Python differ."""
+    every = [pages(1)]
+    for made in every:
+        count = sys.getrefcount(made)
+    return count
 
 
 class Taken(NamedTuple):
@@ -129,7 +138,10 @@ class Taking:
     @staticmethod
     def possible(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether the loops can read all of these rows."""
-        return all(0 < len(keys) <= ROWS and fits(keys) and fits(gradients) for _, keys, gradients in rows)
+        return all(
+            0 < len(keys) <= ROWS and len(keys) == len(gradients) and fits(keys) and fits(gradients)
+            for _, keys, gradients in rows
+        )
 
     def matches(self, rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether these are the calls and shapes that the routine is for."""

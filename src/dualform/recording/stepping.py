@@ -54,7 +54,7 @@ class Stepping:
         self._owner: dict[Target, int] = {}
         self._draft: Step | None = None
         self._pending: list[Step] = []
-        self._routine: Sketching | None = None
+        self._routines: dict[tuple[int, ...], Sketching] = {}
         self._calm = 0
         self._previous: dict[Target, Sketch] = {}
         self._watches: dict[Target, Watch] = {}
@@ -135,7 +135,7 @@ class Stepping:
                 self.flush()
                 self._check(target, self.steps + 1)
             gradient = parameter.grad
-            if within:
+            if within and gradient is not None:
                 self._capture.settle(target)
             if gradient is None or skipped:
                 seen.append((target, None))
@@ -154,13 +154,16 @@ class Stepping:
         self, seen: Sequence[tuple[Target, Settings | None]], gradients: Sequence[Tensor]
     ) -> Callable[[], list[Sketch]]:
         """Sketch the gradients; what returns the sketches when they are needed."""
+        if not gradients:
+            return list
         targets = [target for target, settings in seen if settings is not None]
         if self._targets.swift.loops is None or not all(map(fits, gradients)):
             sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
             return lambda: sketches
-        if self._routine is None or self._routine.targets != targets:
-            self._routine = Sketching(targets, self._targets.swift)
-        return self._routine.sketch(gradients)
+        of = tuple(map(id, targets))  # alternating optimisers, or weights that are frozen for a while, have one each
+        if of not in self._routines:
+            self._routines = {**dict(list(self._routines.items())[-3:]), of: Sketching(targets, self._targets.swift)}
+        return self._routines[of].sketch(gradients)
 
     def _read(self, step: Step) -> None:
         """Make of a step what was left until now: the passes behind its gradients, and the sketches of these."""
@@ -222,6 +225,9 @@ class Stepping:
     def catch_up(self) -> None:
         """Work out all that was left until later."""
         self.flush()
+        if self._draft is not None:  # a step that is being made, or failed
+            self._capture.settle_all(self._draft.backwards)
+            self._draft.backwards = ()
         self._capture.settle_all(self._capture.ended_since())
 
     def flush(self) -> None:
@@ -237,8 +243,8 @@ class Stepping:
                 self._emit(self._row(step, step.fits))
         if len(pending) > 1:  # the next ones are gathered anew
             self._capture.begin()
-            if self._routine is not None:
-                self._routine.ring.begin()
+            for routine in self._routines.values():
+                routine.ring.begin()
         for target in dict.fromkeys(target for step in pending for target, _ in step.seen):
             watch = self._watches[target]
             if not watch.followed:
