@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor, is_legacy_batchedtensor
 from torch.utils.hooks import RemovableHandle
 
+from dualform.errors import BadCall, BadIds
 from dualform.memory.arena import Held
 from dualform.recording.backward import Backward, Copied, Forward, Known
 from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
@@ -307,6 +308,30 @@ class Capture:
         if torch._C._current_graph_task_id() == -1:
             self._open.clear()
             self._accumulated.clear()
+
+
+class Within:
+    """Says which batch the forward passes meanwhile are of; a generator would cost more at every step."""
+
+    def __init__(self, capture: Capture, batch: Batch) -> None:
+        self._capture, self._batch = capture, batch
+
+    def __enter__(self) -> None:
+        if self._capture.batch is not None:
+            raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
+        self._capture.batch = self._batch
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        batch = self._batch
+        self._capture.batch = None
+        self._capture.forget_unfinished()
+        seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
+        if kind is None and seen and not any(run_plain(batch.fit, leading) for leading in seen):
+            raise BadIds(
+                f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
+                f"{list(seen[-1])}. Pass one id per row, one per example along dimension {batch.dim}, "
+                "or name the batch dimension with recorder.batch(ids, dim=…)."
+            )
 
 
 def _product(output: Tensor) -> Tensor:

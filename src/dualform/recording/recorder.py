@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualform.errors import BadCall, BadIds, BadMemory, DualformError, RecordingFailed
+from dualform.errors import BadCall, BadMemory, DualformError, RecordingFailed
 from dualform.memory import Column, StepRow, Writer
 from dualform.memory.columns import write_column
 from dualform.memory.directory import clear_leftovers, is_unused, make_directory
@@ -26,7 +26,7 @@ from dualform.memory.manifest import write_manifest
 from dualform.memory.segment import sketch_tensors
 from dualform.memory.slab import Slab
 from dualform.optimizers import is_nested
-from dualform.recording.capture import Capture
+from dualform.recording.capture import Capture, Within
 from dualform.recording.description import describe, final_tensors, initial_tensors
 from dualform.recording.ids import Batch, read_ids
 from dualform.recording.plain import run_plain
@@ -150,7 +150,7 @@ class Recorder:
             raise BadCall("this recorder was not started: use `with dualform.record(…) as recorder:`, or start().")
         if not isinstance(dim, int) or dim < 0:
             raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim!r}.")
-        return _Within(self._capture, Batch(read_ids(ids, self._examples, self._slab), dim))
+        return Within(self._capture, Batch(read_ids(ids, self._examples, self._slab), dim))
 
     def commit(self) -> None:
         """Make every finished step durable now; call it before saving a checkpoint."""
@@ -318,30 +318,6 @@ class Recorder:
             logger.info("training waited %.1f s for the disk", self._writer.waited)
         self._commit(True)
         self._writer.close(final_tensors(self._targets))
-
-
-class _Within:
-    """Says which batch the forward passes meanwhile are of; a generator would cost more at every step."""
-
-    def __init__(self, capture: Capture, batch: Batch) -> None:
-        self._capture, self._batch = capture, batch
-
-    def __enter__(self) -> None:
-        if self._capture.batch is not None:
-            raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
-        self._capture.batch = self._batch
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        batch = self._batch
-        self._capture.batch = None
-        self._capture.forget_unfinished()
-        seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
-        if kind is None and seen and not any(run_plain(batch.fit, leading) for leading in seen):
-            raise BadIds(
-                f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
-                f"{list(seen[-1])}. Pass one id per row, one per example along dimension {batch.dim}, "
-                "or name the batch dimension with recorder.batch(ids, dim=…)."
-            )
 
 
 def _bound(guard: Callable[..., Any], function: Callable[..., Any], index: int) -> Callable[..., Any]:
