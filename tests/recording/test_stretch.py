@@ -245,16 +245,21 @@ def test_two_optimisers_make_the_same_memory(tmp_path: Path, monkeypatch: pytest
     assert ours.certificate().exact
 
 
+def fail(optimizer: torch.optim.Optimizer) -> None:
+    """A step that raises before it has changed anything."""
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    hook.remove()
+
+
 def test_a_step_that_fails_keeps_its_events_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closure or a hook of the user's may raise inside step(); the gradients are still there afterwards."""
 
     def failing(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
         one(model, recorder, step)
         if step == 90:
-            fail = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
-            fail.remove()
+            fail(optimizer)
 
     compiled(monkeypatch)
     _, memory = record(tmp_path / "run", failing)
@@ -269,10 +274,7 @@ def test_a_failed_step_keeps_its_events_through_commits(tmp_path: Path, monkeypa
     def failing(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
         one(model, recorder, step)
         if step == 90:
-            fail = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
-            fail.remove()
+            fail(optimizer)
             recorder._between_steps = True  # as if the user's code had mended it
             recorder.commit()
             recorder.commit()

@@ -1,12 +1,17 @@
 """The recorder's compiled loops: sketches like torch's, from the same step on in every recording of a training."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from dualform.memory.arena import Arena, Shape
 from dualform.recording import swift
+from dualform.recording.routine import Taking
+from dualform.recording.targets import find_targets
 from small import run
 
 pytest.importorskip("numba")
@@ -31,6 +36,44 @@ def test_a_projection_is_the_product(rows: int, width: int, dtype: torch.dtype, 
     assert spoiled is not None and not spoiled[-1].isfinite().any() and spoiled[:-1].isfinite().all()
     assert loops.project(matrix.double(), columns) is None
     assert loops.project(torch.ones(3, 2 * width)[:, ::2], columns) is None, "not as they lie"
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows, width, outputs", [(1, 1, 1), (3, 7, 2), (5, 784, 10), (128, 784, 800), (301, 33, 65)])
+def test_what_torchs_threads_take_is_the_plain_product(rows: int, width: int, outputs: int, threads: None) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    loops = swift.Swift()
+    loops.numbers = swift.PAYS + 1
+    loops.reached(1)
+    layer = nn.Linear(width, outputs)
+    (use,) = find_targets(layer, None, seed=0).uses
+    keys = torch.randn(rows, width, generator=generator)
+    gradients = torch.randn(rows, outputs, generator=generator)
+    wide = zip(use.streams, (width, outputs), strict=True)
+    shapes = {name: Shape(2 * rows, columns, torch.float32) for name, columns in wide}
+    routine, arena = Taking([(use, keys, gradients)], True, loops), Arena(shapes, pinned=False)
+    for _ in range(2):
+        found = routine.take([(use, keys, gradients)], arena.reserve)
+        assert found is not None and found[1]
+        (held_keys, held_gradients), results, row = found[0]
+        assert held_keys.rows.equal(keys) and held_gradients.rows.equal(gradients)
+        columns = use.weight.columns(torch.float32, keys.device).double()
+        heads = torch.cat([keys.double() @ columns.T, torch.ones(rows, 1)], dim=1)
+        plain, size = heads.T @ gradients.double(), heads.T.abs() @ gradients.double().abs()
+        sketch = torch.from_numpy(results[row, routine.at[0] : routine.at[1]]).reshape(5, outputs)
+        spread = (keys.double().abs() @ columns.abs().T).sum() * gradients.abs().max()
+        assert bool(((sketch - plain).abs() <= 1e-6 * (size + spread)).all())
+        sizes = gradients.double().square().sum(1)
+        of_weight, of_bias = results[row, :4].view(np.float64)
+        assert of_bias == pytest.approx(float(sizes.sum()), rel=1e-5)
+        assert of_weight == pytest.approx(float((sizes * keys.double().square().sum(1)).sum()), rel=1e-5)
 
 
 def test_a_run_with_the_loops_is_judged_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

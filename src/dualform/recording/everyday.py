@@ -67,8 +67,3 @@ def everyday_stretch(
     if not (sizes > exactly.tiny).all() or not (rests <= exactly.floor**2 * sizes).all():
         return None
     return certain, np.sqrt(np.maximum(rests, 0.0) / sizes)
-
-
-def everyday_fit(scale: float, remainder: float) -> Fit:
-    """What `everyday_stretch` says of one parameter at one step."""
-    return Fit((scale,), remainder, PRECISIONS[torch.float32].floor)
