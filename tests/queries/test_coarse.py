@@ -1,5 +1,7 @@
 """Keys in bytes: their error is what they say, and a scan of them finds what a scan of every event finds."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -8,7 +10,7 @@ import torch
 
 import dualform
 from dualform import compiled
-from dualform.queries import best, search
+from dualform.queries import best, search, whole
 from dualform.queries.coarse import Coarse
 from dualform.queries.index import Index, index_of
 from dualform.queries.search import Search
@@ -27,22 +29,78 @@ def coarse_of(keys: torch.Tensor, block: int = 100) -> Coarse:
     return Coarse.of(lambda: zip(numbers.split(block), keys.split(block), strict=True), *keys.shape)
 
 
+@contextmanager
+def whole_numbers(wanted: bool) -> Iterator[None]:
+    """Products of whole numbers, exact as torch's are where they suit, or none."""
+
+    def multiply(rows: torch.Tensor, queries: torch.Tensor, result: torch.Tensor) -> None:
+        result.copy_(rows.double() @ queries.double().T)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(whole, "suits", return_value=wanted))
+        if wanted and not whole.are_fast():
+            stack.enter_context(mock.patch.object(whole, "multiply", multiply))
+        yield
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("queries", [1, 5, 40])
-@pytest.mark.parametrize("module", [None, compiled])
-def test_no_product_is_further_off_than_its_error(kind: str, queries: int, module) -> None:
+@pytest.mark.parametrize("way", ["torch", "loops", "whole numbers"])
+def test_no_product_is_further_off_than_its_error(kind: str, queries: int, way: str) -> None:
     keys = rows_of(kind, 700, 30, 1)
-    asked = torch.nn.functional.normalize(rows_of("gaussian", queries, 30, 2))
-    exact = keys.double() @ asked.double().T
-    coarse = coarse_of(keys)
-    with mock.patch("dualform.queries.coarse.compiled", return_value=module):
-        parts = [(part.first, part.values.clone(), part.errors.clone()) for part in coarse.products(asked)]
-    near, errors = torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts])
-    assert parts[0][0] == 40 and near.shape == exact.shape
-    norms = torch.linalg.vector_norm(asked, dim=1, dtype=torch.float64)
-    assert ((near.double() - exact).abs() <= errors[:, None].double() * norms + 30 * 1e-40).all()
-    # And not much further than half of a step in every column.
-    assert (errors <= 0.6 * 30**0.5 * keys.double().abs().amax(dim=1) / 127 + 2e-30).all()
+    asked = torch.nn.functional.normalize(rows_of("gaussian", queries, 30, 2).double())
+    exact, sizes = keys.double() @ asked.T, asked.norm(dim=1)
+    norms = keys.double().norm(dim=1)
+    in_memory = torch.cat([torch.zeros(40), norms.float() * (1 + 1e-6) + 1e-44])
+    module = None if way == "torch" else compiled
+    with mock.patch("dualform.queries.coarse.compiled", return_value=module), whole_numbers(way == "whole numbers"):
+        tile = coarse_of(keys).tile(asked, in_memory)
+        values = torch.empty(len(keys), queries, dtype=tile.dtype)
+        for at in range(0, len(keys), 256):  # of which the last are fewer
+            tile.fill(slice(at, min(at + 256, len(keys))), values[at : at + 256])
+    assert (tile.first, len(tile)) == (40, 700)
+    near = (values.float() * tile.scales[:, None]).double() * tile.units
+    off = tile.errors[:, None] * sizes + tile.norms[:, None] * tile.lost
+    assert ((near - exact).abs() <= off + 30 * 1e-40).all()
+    # And not much further than half of a step in every column, of the key and of the query.
+    steps = keys.double().abs().amax(dim=1)[:, None] * sizes
+    if way == "whole numbers":
+        assert values.dtype == torch.int32
+        steps = steps + norms[:, None] * asked.abs().amax(dim=1)
+    assert (off <= 0.65 * 30**0.5 * steps / 127 + 2e-30).all()
+
+
+@pytest.mark.skipif(not whole.are_fast(), reason="this processor has no instructions for products of bytes")
+@pytest.mark.parametrize(("rows", "dim_in", "queries"), [(256, 2, 2), (256, 30, 5), (8192, 17, 3), (512, 800, 100)])
+def test_products_of_whole_numbers_are_exact(rows: int, dim_in: int, queries: int) -> None:
+    assert whole.suits(rows, dim_in, queries)
+    random = torch.Generator().manual_seed(0)
+    keys, asked = (torch.randint(-127, 128, (some, dim_in), generator=random) for some in (rows, queries))
+    result = torch.empty(rows, queries, dtype=torch.int32)
+    whole.multiply(keys.to(torch.int8), asked.to(torch.int8), result)
+    assert torch.equal(result.long(), keys @ asked.T)
+
+
+def test_products_that_are_wrong_are_not_used() -> None:
+    def saturated(rows: torch.Tensor, queries: torch.Tensor, result: torch.Tensor) -> None:
+        """As by instructions that add two products in 16 bits, of which one factor has no sign."""
+        shifted = rows.long()[:, None] + 128
+        pairs = (shifted * queries.long()).view(len(rows), len(queries), -1, 2).sum(dim=3)
+        result.copy_(pairs.clamp(-(2**15), 2**15 - 1).sum(dim=2) - 128 * queries.long().sum(dim=1))
+
+    def nothing_done(rows: torch.Tensor, queries: torch.Tensor, result: torch.Tensor) -> None:
+        result.zero_()
+
+    with mock.patch.object(whole, "are_fast", return_value=True):
+        for multiply in (saturated, nothing_done):
+            with mock.patch.object(whole, "multiply", multiply):
+                assert not whole.suits.__wrapped__(16, 8, 3)
+        with mock.patch.object(whole, "multiply", side_effect=RuntimeError("no such product")):
+            assert not whole.suits.__wrapped__(16, 8, 3)
+        assert not whole.suits.__wrapped__(256, 1, 5)  # where torch's was wrong
+        assert not whole.suits.__wrapped__(256, 30, 1)
+    with mock.patch.object(whole, "are_fast", return_value=False):
+        assert not whole.suits.__wrapped__(256, 30, 5)
 
 
 def test_rows_that_are_not_finite_are_zeros() -> None:
@@ -57,8 +115,8 @@ def test_rows_that_are_not_finite_are_zeros() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
-@pytest.mark.parametrize("in_bytes", [True, False])
-def test_a_scan_finds_what_is_there(kind: str, order: str, in_bytes: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["whole numbers", "bytes", "keys"])
+def test_a_scan_finds_what_is_there(kind: str, order: str, way: str, tmp_path: Path) -> None:
     keys = rows_of(kind, 900, 24, 5)
     record(tmp_path / "run", keys)
     memory = dualform.open(tmp_path / "run")
@@ -66,14 +124,15 @@ def test_a_scan_finds_what_is_there(kind: str, order: str, in_bytes: bool, tmp_p
     asked = asked[asked.norm(dim=1) > 0]
     with (
         mock.patch.object(Search, "_worth", return_value=0),
-        mock.patch.object(Index, "has_coarse", return_value=in_bytes),
+        mock.patch.object(Index, "has_coarse", return_value=way != "keys"),
+        whole_numbers(way == "whole numbers"),
     ):
         for queries in (asked, asked[:1], asked[:7]):
             attention = memory.attend(None, {"": queries})[""]
             answered = same(attention, 7, order)
             same(attention.where(label=[0, 2]), 3, order)
             assert answered or kind in ("denormal", "fp64 tiny", "constant", "huge", "one huge", "wide range")
-    if not in_bytes:
+    if way == "keys":
         assert not list((tmp_path / "run/derived/shadow").glob("bytes-*"))
 
 

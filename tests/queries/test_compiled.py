@@ -327,3 +327,58 @@ def test_queries_are_prepared_alike(extended: bool, width: int, monkeypatch: pyt
         assert one.shape == other.shape
         assert (one - other).abs().max() < 1e-6
     assert (plain.offsets is None) == (fast.offsets is None) == (not extended)
+
+
+@hypothesis.given(
+    rows=st.integers(1, 40), columns=st.sampled_from([1, 3, 15, 16, 17, 31, 32, 50]), k=st.integers(1, 5),
+    kind=st.sampled_from([np.int32, np.float32, np.float64]), absolute=st.booleans(), room=st.integers(0, 100),
+    known=st.booleans(), seed=st.integers(0, 10_000),
+)  # fmt: skip
+def test_what_may_be_among_the_best_passes(
+    rows: int, columns: int, k: int, kind: type, absolute: bool, room: int, known: bool, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    values = (random.standard_normal((rows, columns)) * 1000).astype(kind)
+    scales, units = random.random(rows).astype(np.float32), random.random(columns) + 0.1
+    errors, norms = random.random(rows) * 50, random.random(rows) * 20
+    sizes, lost, tiny = random.random(columns), random.random(columns), random.random(columns)
+    chosen = random.random(rows) < 0.8
+    before = np.repeat(random.random(columns)[:, None] * 500 if known else np.full((columns, 1), -np.inf), k, axis=1)
+    heaps = before.copy()
+    found, row = [], 0
+    part = np.empty(columns + room, np.int64), np.empty(columns + room, np.int64), np.empty(columns + room)
+    given = values, scales, units, errors, norms, sizes, lost, tiny, chosen, absolute, heaps
+    while row < rows:
+        row, count = compiled.sift(*given, row, *part)
+        found += list(zip(*(one[:count].tolist() for one in part), strict=True))
+
+    scores = (values.astype(np.float32) * scales[:, None]).astype(np.float64) * units
+    scores = np.abs(scores) if absolute else scores
+    off = errors[:, None] * sizes + norms[:, None] * lost + tiny
+    surely = np.where(chosen[:, None], scores - off, -np.inf)
+    best = np.sort(np.concatenate([before.T, surely]), axis=0)[-k:].T
+    assert np.allclose(np.sort(heaps, axis=1), best, rtol=1e-12)
+    reached = chosen[:, None] & (scores + off > best[:, 0] + 1e-9)
+    pairs = {(row, column): bound for row, column, bound in found}
+    assert len(pairs) == len(found)  # none twice
+    assert set(zip(*(places.tolist() for places in reached.nonzero()), strict=True)) <= set(pairs)
+    assert all(chosen[row] and np.isclose(scores[row, column] + off[row, column], bound, rtol=1e-12)
+               for (row, column), bound in pairs.items())  # fmt: skip
+    if known:  # and what cannot be does not
+        assert all(bound >= before[column, 0] for (_, column), bound in pairs.items())
+
+
+def test_rows_that_cannot_be_read_as_such_are_refused() -> None:
+    with pytest.raises(numba.TypingError, match="has no rows of numbers"):
+        compiled.sift(*sifted(np.zeros((4, 20), np.int8)))
+    with pytest.raises(numba.TypingError, match="has no rows of numbers"):
+        compiled.sift(*sifted(np.zeros((4, 40), np.float32)[:, ::2]))
+
+
+def sifted(values: np.ndarray) -> tuple:
+    """Arguments of the loop for some values."""
+    rows, columns = values.shape
+    by_row, by_column = np.ones(rows), np.ones(columns)
+    result = np.empty(99, np.int64), np.empty(99, np.int64), np.empty(99)
+    of = np.ones(rows, np.float32), by_column, by_row, by_row, by_column, by_column, by_column
+    return values, *of, np.ones(rows, bool), False, np.zeros((columns, 2)), 0, *result

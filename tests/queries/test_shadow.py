@@ -536,7 +536,8 @@ def test_a_scan_that_leaves_too_much_is_given_up(tmp_path: Path, monkeypatch: py
     record(tmp_path / "run", keys)
     attention = dualform.open(tmp_path / "run").attend(None, {"": rows_of("gaussian", 8, 24, 6)})[""]
     monkeypatch.setattr(flat, "MANY_LEFT", 1000)
-    monkeypatch.setattr(flat, "JOINED", 1000)
+    monkeypatch.setattr(flat, "LEAST", 128)
+    monkeypatch.setattr(flat, "MOST", 128)
     scans = []
     whole = flat.scan
 

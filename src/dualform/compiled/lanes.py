@@ -19,6 +19,7 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _FUSED = ("contract", "reassoc")
 SEVERAL = 2  # queries
 WIDE = 64  # numbers
+GROUP = 16  # columns
 
 
 @intrinsic
@@ -145,6 +146,45 @@ def not_below(context, values, at, enough) -> Any:
 
 @intrinsic
 @no_type_check
+def group_reaching(context, values, row, column, scale, cuts, absolute) -> Any:
+    """Which numbers of a row, a GROUP of columns from this one on, reach their cuts in fp32 once they are scaled.
+
+    A bit each, the first lowest.
+    """
+
+    def generate(context, builder, signature, arguments) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = builder.add(builder.mul(arguments[1], builder.extract_value(array.shape, 1)), arguments[2])
+        starts = (
+            builder.gep(array.data, [place]),
+            builder.gep(_data(context, builder, signature, arguments, 4), [arguments[2]]),
+        )
+        numbers, least = (
+            builder.load(builder.bitcast(start, ir.VectorType(start.type.pointee, GROUP).as_pointer()), align=4)
+            for start in starts
+        )
+        kind = ir.VectorType(_FLOAT, GROUP)
+        if numbers.type.element == _SHORT:
+            numbers = builder.sitofp(numbers, kind)
+        elif numbers.type.element != _FLOAT:
+            numbers = builder.fptrunc(numbers, kind)
+        scaled = builder.fmul(numbers, _everywhere(builder, arguments[3], GROUP))
+        reached, opposite = (
+            builder.bitcast(builder.fcmp_ordered(">=", one, least), ir.IntType(GROUP))
+            for one in (scaled, builder.fneg(scaled))
+        )
+        return builder.zext(builder.select(arguments[5], builder.or_(reached, opposite), reached), _SHORT)
+
+    known = types.int32, types.float32, types.float64
+    if values.dtype not in known or (values.ndim, values.layout) != (2, "C"):
+        raise TypingError(f"{values} has no rows of numbers, one after the other")
+    if (cuts.dtype, cuts.ndim, cuts.layout) != (types.float32, 1, "C"):
+        raise TypingError(f"{cuts} are no numbers in fp32, one after the other")
+    return types.uint32(values, types.int64, types.int64, types.float32, cuts, types.boolean), generate
+
+
+@intrinsic
+@no_type_check
 def narrow_product(context, rows, row, queries, query, columns) -> Any:
     """The product of the first columns of a row and of a query in fp32, of which WIDE are summed side by side.
 
@@ -204,11 +244,11 @@ def _check(levels, asked) -> None:
 
 
 @no_type_check
-def _everywhere(builder, value) -> Any:
+def _everywhere(builder, value, lanes=LANES) -> Any:
     """A vector of one number."""
-    nothing = ir.Constant(_VECTOR, ir.Undefined)
+    nothing = ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined)
     one = builder.insert_element(nothing, value, ir.Constant(_SHORT, 0))
-    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(_SHORT, LANES), [0] * LANES))
+    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(_SHORT, lanes), [0] * lanes))
 
 
 @no_type_check

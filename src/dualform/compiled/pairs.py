@@ -7,7 +7,6 @@ import numpy as np
 from numba import types
 
 Array = np.ndarray[Any, Any]
-GROUP = 16
 
 
 # ssize_t pread(int descriptor, void *to, size_t bytes, off_t from)
@@ -25,31 +24,6 @@ def read_rows(descriptor: int, places: Array, rows: Array) -> bool:
     else:
         return True
     return False
-
-
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc"})
-@no_type_check
-def above(bounds: Array, thresholds: Array, part: int, parts: int) -> tuple[Array, Array]:
-    """The rows and columns where a bound is not below its column's threshold, in one part of the rows."""
-    rows, columns = bounds.shape
-    begin, end = rows * part // parts, rows * (part + 1) // parts
-    # Room for every pair, of which only what is written to is ever backed by memory.
-    at_row = np.empty((end - begin) * columns, np.int64)
-    at_column = np.empty((end - begin) * columns, np.int64)
-    at = 0
-    for row in range(begin, end):
-        for first in range(0, columns, GROUP):
-            last = min(first + GROUP, columns)
-            some = np.float32(0.0)  # counted in floats, which takes few instructions
-            for column in range(first, last):
-                some += np.float32(1.0) if bounds[row, column] >= thresholds[column] else np.float32(0.0)
-            if some > 0:
-                for column in range(first, last):
-                    if bounds[row, column] >= thresholds[column]:
-                        at_row[at] = row
-                        at_column[at] = column
-                        at += 1
-    return at_row[:at].copy(), at_column[:at].copy()
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})

@@ -200,7 +200,7 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
 def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
     """Search by bounds; False where they do not pay."""
     for sign in _signs(order, weighing.magnitude):
-        search = Search(queries, weighing.norms[which], found, sign, weighing.extended)
+        search = Search(queries, weighing.norms[which], found, sign, weighing.extended, weighing.flat)
         exact = _exact(weighing, which, order)
         if not all(view is not None and search.run(view, exact, weighing.hot) for view in weighing.views(events)):
             return False

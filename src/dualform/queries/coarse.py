@@ -1,23 +1,25 @@
 """Keys in bytes, for where no bound tells keys apart: a scan reads a quarter, and an error that is known.
 
 With x̂ of whole numbers up to 127 and a scale s of its own for every key, x·q is s x̂·q, but for at most
-‖x − s x̂‖‖q‖ and the rounding of a product in fp32.
+‖x − s x̂‖‖q‖ and the rounding of a product in fp32. Where products of whole numbers are fast, it is s t x̂·q̂ with the
+query in bytes too, but for ‖s x̂‖‖q − t q̂‖ more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float32, Float64, Int8
 from torch import Tensor
 
-from dualform.fast import compiled, in_parts
-from dualform.queries.flat import Products, at_a_time, multiply
+from dualform.fast import compiled
+from dualform.queries import whole
+from dualform.queries.flat import at_a_time
 from dualform.queries.shadow import Rows, widened
-
-PART = 1 << 20  # numbers for which a thread of its own pays
+from dualform.queries.sieve import Tile
+from dualform.queries.whole import Bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,29 +71,34 @@ class Coarse:
             at += len(keys)
         return cls(first, coarse, scales, errors)
 
-    def products(self, queries: Float[Tensor, "queries dim_in"]) -> Iterator[Products]:
-        """The products with all keys, nearly; each is there until the next ones are asked for."""
-        asked = queries.float()
-        most = min(at_a_time(len(asked)), len(self.bytes))
-        buffer = torch.empty(most, len(asked))
-        for at in range(0, len(self.bytes), max(most, 1)):
-            here = slice(at, at + most)
-            products = buffer[: len(self.bytes[here])]
-            self._fill(products, asked, self.bytes[here], self.scales[here])
-            yield Products(self.first + at, products, self.errors[here])
+    def tile(self, queries: Float64[Tensor, "queries dim_in"], norms: Float32[Tensor, " all_keys"]) -> Tile:
+        """All of them for a flat scan; `norms` are not below those of all keys of the memory."""
+        rows, dim_in, count = at_a_time(len(queries)), self.bytes.shape[1], len(queries)
+        errors, none = self.errors.double(), torch.zeros(count, dtype=torch.float64)
+        if whole.suits(rows, dim_in, count):
+            asked, here = Bytes.of(queries), norms[self.first : self.first + len(self.bytes)].double()
+            sizes = here.where(here.isfinite(), 0.0) + errors
 
-    def _fill(self, products: Tensor, asked: Tensor, rows: Tensor, scales: Tensor) -> None:
-        fast = compiled(rows.numel())
-        if fast is not None and len(asked) == 1:
-            arrays = rows.numpy(), scales.numpy(), asked[0].numpy(), products[:, 0].numpy()
-            in_parts(fast.byte_products, rows.numel() // PART, *arrays)
-            return
+            def fill_whole(piece: slice, values: Tensor) -> None:
+                if len(values) == rows:
+                    whole.multiply(self.bytes[piece], asked.bytes, values)
+                else:
+                    padded = torch.zeros(rows, dim_in, dtype=torch.int8)
+                    padded[: len(values)] = self.bytes[piece]
+                    result = torch.empty(rows, count, dtype=torch.int32)
+                    whole.multiply(padded, asked.bytes, result)
+                    values.copy_(result[: len(values)])
 
-        def wide(piece: slice) -> Tensor:
-            if fast is None:
-                return rows[piece].float() * scales[piece, None]
-            result = torch.empty(len(rows[piece]), rows.shape[1])
-            fast.widen(rows[piece].numpy(), scales[piece].numpy(), result.numpy())
-            return result
+            dtype, units = torch.int32, asked.scales.double()
+            return Tile(self.first, fill_whole, dtype, self.scales, units, errors, sizes, asked.lost)
+        narrow = queries.float()
 
-        multiply(wide, asked, products)
+        def fill(piece: slice, values: Tensor) -> None:
+            fast = compiled(self.bytes[piece].numel())
+            if fast is not None and count == 1:
+                fast.byte_products(self.bytes[piece].numpy(), narrow[0].numpy(), values[:, 0].numpy())
+            else:
+                torch.mm(self.bytes[piece].float(), narrow.T, out=values)
+
+        zeros, ones = torch.zeros_like(errors), torch.ones(count, dtype=torch.float64)
+        return Tile(self.first, fill, torch.float32, self.scales, ones, errors, zeros, none)

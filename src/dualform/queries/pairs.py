@@ -15,23 +15,8 @@ from torch import Tensor
 from dualform.fast import compiled, in_parts
 
 MANY = 1 << 16  # numbers for which a compiled loop pays
-WIDE = 8  # queries for which the same
 PART = 1 << 18  # numbers for which a thread of its own pays
 CHUNK = 1 << 22  # numbers that the uncompiled way holds at a time
-
-
-def above(
-    bounds: Float[Tensor, "rows queries"], thresholds: Float[Tensor, " queries"]
-) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"]]:
-    """The rows and queries whose bound is not below the query's threshold."""
-    work = bounds.numel()
-    fast = compiled(work) if bounds.shape[1] >= WIDE and work >= MANY else None
-    if fast is None:
-        rows, queries = (bounds >= thresholds).nonzero(as_tuple=True)
-        return rows, queries
-    parts = in_parts(fast.above, work // PART, bounds.numpy(), thresholds.numpy())
-    found_rows, found_queries = zip(*parts, strict=True)
-    return torch.from_numpy(np.concatenate(found_rows)), torch.from_numpy(np.concatenate(found_queries))
 
 
 def pair_products(

@@ -18,7 +18,7 @@ from dualform.fast import LANES, alone
 from dualform.queries.cascade import Near, Survivors, has_loop, survivors
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
-from dualform.queries.pairs import by_query, ranks
+from dualform.queries.rescoring import best_first
 from dualform.queries.shadow import TINY, Asked, some_at_a_time
 from dualform.queries.views import View
 
@@ -46,11 +46,13 @@ class Search:
         found: Found,
         sign: float = 1.0,
         extended: bool = False,
+        flat: float = 1.0,
     ) -> None:
+        """`flat` is what a pair of the flat scan costs that would have to answer, in those of one in fp32."""
         self._queries, self._sign, self._extended = queries, sign, extended
         self._norms = torch.hypot(norms, torch.ones_like(norms)) if extended else norms
         self._scales, self._sizes = sign / self._norms, norms / self._norms
-        self.found = found
+        self._flat, self.found = flat, found
 
     def run(self, view: View, exact: Exact, hot: HotKeys | None = None) -> bool:
         """Search one view; False where its bounds do not pay: what was found so far still holds.
@@ -145,7 +147,7 @@ class Search:
 
     def _worth(self, view: View) -> int:
         """What scoring one by one may cost: half of a flat scan."""
-        return max(len(view.shadow) * (len(self._queries) + SCANNED) // 2, FREE)
+        return max(int(self._flat * len(view.shadow) * (len(self._queries) + SCANNED)) // 2, FREE)
 
     def _pays(self, view: View, at_row: Int64[Tensor, " pairs"]) -> bool:
         """Whether pairs are so few that scoring them costs less than a flat scan."""
@@ -163,23 +165,16 @@ class Search:
         if len(at_row) <= max(FEW, (self.found.k + 4) * self.found.queries):
             self._score(view, at_row, at_query, exact)
             return True
-        # For some thousand numbers numpy's operations take a fraction of torch's.
-        order = by_query(at_query, bounds).numpy()
-        row, query, bound = at_row.numpy()[order], at_query.numpy()[order], bounds.numpy()[order]
-        rank = ranks(torch.from_numpy(query), self.found.queries).numpy()
-        k, most = self.found.k, self.found.k + 4
-        taken = rank < most
-        some, asking = torch.from_numpy(row[taken]), query[taken]
-        scores = self._scores(view, some, torch.from_numpy(asking), exact)
-        first = np.full((self.found.queries, most), -np.inf)
-        first[asking, rank[taken]] = scores.numpy()
-        self.found.raise_to(torch.from_numpy(np.partition(first, most - k, axis=1)[:, most - k]))
-        later = np.flatnonzero(~taken & (bound >= self._scaled(view).numpy()[query]))
-        others, asking_too = torch.from_numpy(row[later]), query[later]
-        if not self._pays(view, others):
+
+        def score(some: Tensor) -> Tensor:
+            return self._scores(view, at_row[some], at_query[some], exact)
+
+        def pays(some: Tensor) -> bool:
+            return self._pays(view, at_row[some])
+
+        scored = best_first(self.found, at_query, bounds, score, lambda: self._scaled(view), pays)
+        if scored is None:
             return False
-        if len(later):
-            scores = torch.cat([scores, self._scores(view, others, torch.from_numpy(asking_too), exact)])
-            some, asking = torch.cat([some, others]), np.concatenate([asking, asking_too])
-        self.found.add(torch.from_numpy(asking), view.ids(some), scores)
+        some, scores = scored
+        self.found.add(at_query[some], view.ids(at_row[some]), scores)
         return True

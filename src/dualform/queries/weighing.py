@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +10,8 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
-from dualform.queries.flat import products_of, scan
+from dualform.queries import whole
+from dualform.queries.flat import scan, tiles_of
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
 from dualform.queries.index import Index
@@ -21,7 +21,7 @@ from dualform.queries.search import Exact
 from dualform.queries.shadow import Shadow, row_norms
 from dualform.queries.views import View
 
-SOME = 256  # queries, above which products take so long that reading fewer bytes is no gain
+WHOLE = 0.4  # what a product of whole numbers costs, in those in fp32
 READ = 4  # queries for which a scan does so little that reading keys is better than mapping them
 
 Ids = Int64[Tensor, " pairs"]
@@ -36,6 +36,7 @@ class Weighing(Protocol):
     magnitude: bool  # whether scores are magnitudes
     hot: HotKeys  # of which the scores are made
     norms: Float64[Tensor, " queries"]  # of the queries
+    flat: float  # what a pair of `scan` costs, in those of one in fp32
 
     def views(self, events: Events) -> Iterator[View | None]:
         """The rows of the chosen events, all by default; None for those of which no bound can be trusted."""
@@ -67,6 +68,7 @@ class ByScore:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
         self._table = index.table(weight)
         self.norms, self.hot = row_norms(queries), index.hot(weight)
+        self.flat = WHOLE if whole.are_fast() and index.has_coarse(weight) else 1.0
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
         return None if events is None else self._table.keys_of(events, self._index.keys(self._weight))
@@ -82,12 +84,12 @@ class ByScore:
         if int(norms.isinf().sum()) > len(index.odd(self._weight)):
             return False  # a norm that is out of the range of fp32
         question = asked, norms, chosen, order, exact
-        if len(asked) <= SOME and index.has_coarse(self._weight):
+        if index.has_coarse(self._weight):
             keys = list(index.coarse(self._weight))
-            if scan(found, lambda units: itertools.chain.from_iterable(one.products(units) for one in keys), *question):
+            if scan(found, lambda units: (one.tile(units, norms) for one in keys), *question):
                 return True
         tiles = index.tiles(self._weight, read=len(asked) <= READ)
-        return scan(found, lambda units: products_of(tiles, units, norms), *question)
+        return scan(found, lambda units: tiles_of(tiles, units, norms), *question)
 
     def odd(self, events: Events) -> Int64[Tensor, " odd"]:
         odd, chosen = self._index.odd(self._weight), self._keys(events)
@@ -113,6 +115,8 @@ class ByScore:
 
 class ByContribution:
     """Events by w (x · q) + b: what they add to the output along one direction, or |x · q| ‖e‖."""
+
+    flat = 1.0
 
     def __init__(
         self,

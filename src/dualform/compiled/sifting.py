@@ -1,0 +1,80 @@
+"""The pairs of a flat scan that may be among the best."""
+
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+
+from dualform.compiled.lanes import GROUP, group_reaching, lowest_bit
+from dualform.compiled.nearby import put
+
+Array = np.ndarray[Any, Any]
+LARGEST = 3.0e38
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def cut_of(threshold: float, most: float, unit: float) -> float:
+    """What a product before its unit has to reach where it may be further off than it is by at most `most`."""
+    cut = (threshold - most) / unit
+    cut -= 1e-6 * abs(cut)
+    return np.float32(min(max(cut, -LARGEST), LARGEST))
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def few_reaching(values: Array, row: int, scale: float, cuts: Array, absolute: bool) -> int:
+    """The same as group_reaching for a row of fewer columns."""
+    bits = np.uint32(0)
+    for column in range(values.shape[1]):
+        scaled = np.float32(values[row, column]) * scale
+        if (abs(scaled) if absolute else scaled) >= cuts[column]:
+            bits |= np.uint32(1) << np.uint32(column)
+    return bits
+
+
+@numba.njit(cache=True, nogil=True)
+@no_type_check
+def sift(
+    values: Array, scales: Array, units: Array, errors: Array, norms: Array, sizes: Array, lost: Array, tiny: Array,
+    chosen: Array, absolute: bool, heaps: Array, begin: int, at_row: Array, at_column: Array, bounds: Array,
+) -> tuple[int, int]:  # fmt: skip
+    """Fill in rows and columns of chosen rows whose score may reach what k rows surely have, and the most it can be.
+
+    A score is the value times the scale of its row and the unit of its column, but for errors · sizes + norms · lost +
+    tiny; `heaps` are the k largest for every column of what scores surely are. Returns the row up to which there was
+    room, and how many pairs were found.
+    """
+    rows, columns = values.shape
+    most = errors.max() * sizes + norms.max() * lost + tiny
+    cuts = np.empty(columns, np.float32)
+    for column in range(columns):
+        cuts[column] = cut_of(heaps[column, 0], most[column], units[column])
+    count = 0
+    for row in range(begin, rows):
+        if count + columns > len(at_row):
+            return row, count
+        if not chosen[row]:
+            continue
+        scale, seen = scales[row], 0
+        while seen < columns:
+            # The last group overlaps the one before, of which nothing counts twice.
+            first = min(seen, max(columns - GROUP, 0))
+            if columns >= GROUP:
+                bits = group_reaching(values, row, first, scale, cuts, absolute) >> np.uint32(seen - first)
+            else:
+                bits = few_reaching(values, row, scale, cuts, absolute)
+            while bits:
+                column = seen + lowest_bit(bits)
+                bits &= bits - np.uint32(1)
+                scaled = np.float32(values[row, column]) * scale
+                score = np.float64(abs(scaled) if absolute else scaled) * units[column]
+                off = errors[row] * sizes[column] + norms[row] * lost[column] + tiny[column]
+                if score + off >= heaps[column, 0]:
+                    at_row[count], at_column[count], bounds[count] = row, column, score + off
+                    count += 1
+                    if score - off > heaps[column, 0]:
+                        put(heaps, column, score - off)
+                        cuts[column] = cut_of(heaps[column, 0], most[column], units[column])
+            seen = first + GROUP
+    return rows, count
