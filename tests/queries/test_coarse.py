@@ -60,7 +60,7 @@ def test_no_product_is_further_off_than_its_error(kind: str, queries: int, way: 
             tile.fill(slice(at, min(at + 256, len(keys))), values[at : at + 256])
     assert (tile.first, len(tile)) == (40, 700)
     near = (values.float() * tile.scales[:, None]).double() * tile.units
-    off = tile.errors[:, None] * sizes + tile.norms[:, None] * tile.lost
+    off = tile.errors[:, None] * sizes + (tile.norms.double() + tile.errors)[:, None] * tile.lost
     assert ((near - exact).abs() <= off + 30 * 1e-40).all()
     # And not much further than half of a step in every column, of the key and of the query.
     steps = keys.double().abs().amax(dim=1)[:, None] * sizes

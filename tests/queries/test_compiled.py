@@ -340,9 +340,10 @@ def test_what_may_be_among_the_best_passes(
     random = np.random.default_rng(seed)
     values = (random.standard_normal((rows, columns)) * 1000).astype(kind)
     scales, units = random.random(rows).astype(np.float32), random.random(columns) + 0.1
-    errors, norms = random.random(rows) * 50, random.random(rows) * 20
+    errors, norms = (random.random(rows).astype(np.float32) * most for most in (50, 20))
     sizes, lost, tiny = random.random(columns), random.random(columns), random.random(columns)
     chosen = random.random(rows) < 0.8
+    norms[~chosen], errors[~chosen] = np.inf, np.nan
     before = np.repeat(random.random(columns)[:, None] * 500 if known else np.full((columns, 1), -np.inf), k, axis=1)
     heaps = before.copy()
     found, row = [], 0
@@ -354,7 +355,8 @@ def test_what_may_be_among_the_best_passes(
 
     scores = (values.astype(np.float32) * scales[:, None]).astype(np.float64) * units
     scores = np.abs(scores) if absolute else scores
-    off = errors[:, None] * sizes + norms[:, None] * lost + tiny
+    errors, norms = errors.astype(np.float64), norms.astype(np.float64)
+    off = errors[:, None] * sizes + (norms + errors)[:, None] * lost + tiny
     surely = np.where(chosen[:, None], scores - off, -np.inf)
     best = np.sort(np.concatenate([before.T, surely]), axis=0)[-k:].T
     assert np.allclose(np.sort(heaps, axis=1), best, rtol=1e-12)
@@ -378,7 +380,7 @@ def test_rows_that_cannot_be_read_as_such_are_refused() -> None:
 def sifted(values: np.ndarray) -> tuple:
     """Arguments of the loop for some values."""
     rows, columns = values.shape
-    by_row, by_column = np.ones(rows), np.ones(columns)
+    by_row, by_column = np.ones(rows, np.float32), np.ones(columns)
     result = np.empty(99, np.int64), np.empty(99, np.int64), np.empty(99)
-    of = np.ones(rows, np.float32), by_column, by_row, by_row, by_column, by_column, by_column
+    of = by_row, by_column, by_row, by_row, by_column, by_column, by_column
     return values, *of, np.ones(rows, bool), False, np.zeros((columns, 2)), 0, *result

@@ -208,9 +208,9 @@ def test_several_threads_find_the_same(kind: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fast.torch, "get_num_threads", lambda: 3)
     for module in (cascade, pairs):
         monkeypatch.setattr(module, "PART", 64)
-    for name in ("MANY", "WIDE"):
-        monkeypatch.setattr(pairs, name, 1)
-        monkeypatch.setattr(pairs, "compiled", lambda work: compiled)
+    monkeypatch.setattr(pairs, "MANY", 1)
+    monkeypatch.setattr(pairs, "compiled", lambda work: compiled)
+    monkeypatch.setattr(flat, "MOST", 256)
     keys = rows_of(kind, 3000, 24, 5)
     record(tmp_path / "run", keys)
     attention = dualform.open(tmp_path / "run").attend(None, {"": rows_of("gaussian", 40, 24, 6)})[""]
@@ -229,7 +229,8 @@ def test_several_threads_find_the_same(kind: str, tmp_path: Path, monkeypatch: p
             assert same(attention.contributions(unit=1), 5, order)
     assert max(parts) == 3 * fast.TURNS
     with mock.patch.object(Search, "_worth", return_value=0):
-        assert same(attention, 7, "largest")
+        for order in ("largest", "smallest", "absolute"):
+            assert same(attention, 7, order)
 
 
 def test_views_that_several_threads_ask_for_at_once() -> None:

@@ -41,12 +41,16 @@ def sift(
 ) -> tuple[int, int]:  # fmt: skip
     """Fill in rows and columns of chosen rows whose score may reach what k rows surely have, and the most it can be.
 
-    A score is the value times the scale of its row and the unit of its column, but for errors · sizes + norms · lost +
-    tiny; `heaps` are the k largest for every column of what scores surely are. Returns the row up to which there was
-    room, and how many pairs were found.
+    A score is the value times the scale of its row and the unit of its column, but for errors · sizes + (norms +
+    errors) · lost + tiny; `heaps` are the k largest for every column of what scores surely are. Returns the row up to
+    which there was room, and how many pairs were found.
     """
     rows, columns = values.shape
-    most = errors.max() * sizes + norms.max() * lost + tiny
+    largest, longest = 0.0, 0.0
+    for row in range(rows):
+        if chosen[row]:
+            largest, longest = max(largest, errors[row]), max(longest, np.float64(norms[row]) + errors[row])
+    most = largest * sizes + longest * lost + tiny
     cuts = np.empty(columns, np.float32)
     for column in range(columns):
         cuts[column] = cut_of(heaps[column, 0], most[column], units[column])
@@ -69,7 +73,8 @@ def sift(
                 bits &= bits - np.uint32(1)
                 scaled = np.float32(values[row, column]) * scale
                 score = np.float64(abs(scaled) if absolute else scaled) * units[column]
-                off = errors[row] * sizes[column] + norms[row] * lost[column] + tiny[column]
+                length = np.float64(norms[row]) + errors[row]
+                off = errors[row] * sizes[column] + length * lost[column] + tiny[column]
                 if score + off >= heaps[column, 0]:
                     at_row[count], at_column[count], bounds[count] = row, column, score + off
                     count += 1

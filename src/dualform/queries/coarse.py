@@ -74,10 +74,9 @@ class Coarse:
     def tile(self, queries: Float64[Tensor, "queries dim_in"], norms: Float32[Tensor, " all_keys"]) -> Tile:
         """All of them for a flat scan; `norms` are not below those of all keys of the memory."""
         rows, dim_in, count = at_a_time(len(queries)), self.bytes.shape[1], len(queries)
-        errors, none = self.errors.double(), torch.zeros(count, dtype=torch.float64)
+        here = norms[self.first : self.first + len(self.bytes)]
         if whole.suits(rows, dim_in, count):
-            asked, here = Bytes.of(queries), norms[self.first : self.first + len(self.bytes)].double()
-            sizes = here.where(here.isfinite(), 0.0) + errors
+            asked = Bytes.of(queries)
 
             def fill_whole(piece: slice, values: Tensor) -> None:
                 if len(values) == rows:
@@ -90,7 +89,7 @@ class Coarse:
                     values.copy_(result[: len(values)])
 
             dtype, units = torch.int32, asked.scales.double()
-            return Tile(self.first, fill_whole, dtype, self.scales, units, errors, sizes, asked.lost)
+            return Tile(self.first, fill_whole, dtype, self.scales, units, self.errors, here, asked.lost)
         narrow = queries.float()
 
         def fill(piece: slice, values: Tensor) -> None:
@@ -100,5 +99,5 @@ class Coarse:
             else:
                 torch.mm(self.bytes[piece].float(), narrow.T, out=values)
 
-        zeros, ones = torch.zeros_like(errors), torch.ones(count, dtype=torch.float64)
-        return Tile(self.first, fill, torch.float32, self.scales, ones, errors, zeros, none)
+        one, none = torch.ones(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+        return Tile(self.first, fill, torch.float32, self.scales, one, self.errors, here, none)

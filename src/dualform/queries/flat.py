@@ -22,7 +22,7 @@ LEAST, MOST = 256, 8192  # rows of them
 MANY_LEFT = 1 << 20  # pairs that are held before those that are ruled out meanwhile are let go, and half of them left
 RANGE = 1e36  # products up to here are far from overflow in fp32, and sums of them too
 
-Keys = Iterable[tuple[int, Float[Tensor, "rows dim_in"]]]  # the number of the first key, and the keys from there on
+Keys = Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]  # the number of the first key, and the keys from there on
 
 
 def at_a_time(queries: int) -> int:
@@ -60,7 +60,7 @@ def scan(
     tiny = queries.shape[1] * 1e-40 + 3e-45 * units
     wanted = Wanted(signed, sizes * units, tiny, found.thresholds * units, found.k, order == "absolute")
     with alone():
-        left = _left(wanted, tiles(signed), chosen)
+        left = _left(wanted, tiles(signed), chosen, len(norms))
         found.bounded += len(norms) * len(queries)
         if left is None:
             return False
@@ -77,9 +77,9 @@ def scan(
     return True
 
 
-def _left(wanted: Wanted, tiles: Iterable[Tile], chosen: Bool[Tensor, " keys"] | None) -> Left | None:
+def _left(wanted: Wanted, tiles: Iterable[Tile], chosen: Bool[Tensor, " keys"] | None, keys: int) -> Left | None:
     """The pairs that may be among the best; None where these are too many."""
-    fast, most = compiled(wanted.queries.numel()), MANY_LEFT + 2 * wanted.k * len(wanted)
+    fast, most = compiled(keys * len(wanted)), MANY_LEFT + 2 * wanted.k * len(wanted)
     rows = at_a_time(len(wanted))
     sieves = [Sieve(wanted, chosen, most, fast)]
     idle = list(sieves)
@@ -114,8 +114,7 @@ def tiles_of(keys: Keys, queries: Float64[Tensor, "queries dim_in"], norms: Floa
             else:
                 torch.mm(rows[piece], asked.T, out=values)
 
-        here = norms[first : first + len(rows)].double()
-        here = here.where(here.isfinite(), 0.0)
         # The last is for scores, which are rounded to fp32, and for products in fp64 that are.
         error = (queries.shape[1] + 8) * torch.finfo(rows.dtype).eps / 2 + 2.0**-21
-        yield Tile(first, fill, rows.dtype, torch.ones(len(rows)), one, error * here, torch.zeros_like(here), none)
+        here = norms[first : first + len(rows)]
+        yield Tile(first, fill, rows.dtype, torch.ones(len(rows)), one, error * here, here, none)

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
 
+from dualform.queries.pairs import by_query, ranks
+
 ROOM = 1 << 14  # pairs that are found at once
 Left = tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"], Float64[Tensor, " pairs"]]
 
@@ -41,7 +43,7 @@ class Tile:
 
     `fill` puts numbers of some rows into a tensor; times the row's scale and the query's unit, these are the products.
     They are off by no more than `errors` for a query of norm 1, and more where a query is not quite the one that was
-    asked: `lost` are not below the norms of the differences, `norms` not below those of the keys as multiplied.
+    asked: `lost` are not below the norms of the differences, `norms` not below those of the keys that count.
     """
 
     first: int
@@ -49,8 +51,8 @@ class Tile:
     dtype: torch.dtype
     scales: Float32[Tensor, " rows"]
     units: Float64[Tensor, " queries"]
-    errors: Float64[Tensor, " rows"]
-    norms: Float64[Tensor, " rows"]
+    errors: Float32[Tensor, " rows"]
+    norms: Float32[Tensor, " rows"]
     lost: Float64[Tensor, " queries"]
 
     def __len__(self) -> int:
@@ -117,21 +119,22 @@ class Sieve:
 
     def _by_torch(self, tile: Tile, piece: slice, values: Tensor, chosen: Tensor) -> Left:
         """The same in several passes."""
-        wanted, errors, norms = self._wanted, tile.errors[piece], tile.norms[piece]
+        wanted, errors = self._wanted, tile.errors[piece].double().where(chosen, 0.0)
+        sizes = tile.norms[piece].where(chosen, 0.0) + errors  # of the keys as multiplied
         scores = (values.float() * tile.scales[piece, None]).double() * tile.units
         scores = scores.abs_() if wanted.absolute else scores
         scores[~chosen] = -torch.inf
-        most = errors.max() * wanted.norms + norms.max() * tile.lost + wanted.tiny
-        passed = scores >= self.heaps[:, 0] - most
-        some = min(wanted.k, len(scores))
-        busy = (passed.sum(dim=0) >= some).nonzero()[:, 0]
-        if len(busy):
-            surely = scores[:, busy].topk(some, dim=0).values.T - most[busy, None]
-            self.heaps[busy] = torch.cat([self.heaps[busy], surely], dim=1).topk(wanted.k).values.flip(1)
-            passed[:, busy] = scores[:, busy] >= (self.heaps[:, 0] - most)[busy]
-        rows, at_query = passed.nonzero(as_tuple=True)
-        off = errors[rows] * wanted.norms[at_query] + norms[rows] * tile.lost[at_query] + wanted.tiny[at_query]
-        return rows, at_query, scores[rows, at_query] + off
+        most = errors.max() * wanted.norms + sizes.max() * tile.lost + wanted.tiny
+        rows, at_query = (scores >= self.heaps[:, 0] - most).nonzero(as_tuple=True)
+        scores = scores[rows, at_query]
+        off = errors[rows] * wanted.norms[at_query] + sizes[rows] * tile.lost[at_query] + wanted.tiny[at_query]
+        order = by_query(at_query, scores - off)
+        rank = ranks(at_query[order], len(wanted))
+        surely = torch.full_like(self.heaps, -torch.inf)
+        first = order[rank < wanted.k]
+        surely[at_query[first], rank[rank < wanted.k]] = (scores - off)[first]
+        self.heaps = torch.cat([self.heaps, surely], dim=1).topk(wanted.k).values.flip(1)
+        return rows, at_query, scores + off
 
 
 def all_left(sieves: list[Sieve]) -> Left:

@@ -1,0 +1,58 @@
+"""What sieves leave together holds all of the best, whoever met which rows."""
+
+from types import ModuleType
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from dualform import compiled
+from dualform.queries.flat import tiles_of
+from dualform.queries.sieve import Sieve, Wanted, all_left
+
+
+@pytest.mark.parametrize("fast", [None, compiled])
+@hypothesis.given(
+    sieves=st.integers(1, 4), queries=st.sampled_from([1, 3, 20]), k=st.integers(1, 6), absolute=st.booleans(),
+    known=st.booleans(), some=st.booleans(), seed=st.integers(0, 10_000),
+)  # fmt: skip
+def test_several_sieves_leave_the_best(
+    fast: ModuleType | None, sieves: int, queries: int, k: int, absolute: bool, known: bool, some: bool, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    keys, asked = torch.randn(120, 7, generator=random), torch.randn(queries, 7, generator=random).double()
+    asked /= asked.norm(dim=1, keepdim=True)
+    chosen = torch.rand(120, generator=random) < 0.7 if some else None
+    scores = keys.double() @ asked.T
+    scores = scores.abs() if absolute else scores
+    if chosen is not None:
+        scores[~chosen] = -torch.inf
+    best = scores.topk(k, dim=0).values[-1]
+    norms = keys.norm(dim=1) * (1 + 1e-6)
+    first = best - 0.5 if known else torch.full_like(best, -torch.inf)
+    wanted = Wanted(asked, asked.norm(dim=1), torch.full_like(best, 1e-40), first, k, absolute)
+    every = [Sieve(wanted, chosen, 1 << 20, fast) for _ in range(sieves)]
+    turn = 0
+    for tile in tiles_of(iter([(0, keys[:50]), (50, keys[50:].double())]), asked, norms):  # of two kinds of numbers
+        for at in range(0, len(tile), 16):
+            assert every[turn % sieves].take(tile, slice(at, min(at + 16, len(tile))))
+            turn += 1
+    at_query, ids, bounds = all_left(every)
+    left = set(zip(ids.tolist(), at_query.tolist(), strict=True))
+    assert len(left) == len(ids)
+    needed = scores >= best
+    assert set(map(tuple, needed.nonzero().tolist())) <= left
+    assert (bounds >= scores[ids, at_query]).all()
+    # The error of a product is far smaller than what lies between scores.
+    assert len(left) <= int((scores >= best - 1e-3).sum())
+
+
+def test_too_many_are_told() -> None:
+    keys, asked = torch.ones(300, 4), torch.full((2, 4), 0.5).double()
+    nothing = torch.full((2,), -torch.inf, dtype=torch.float64)
+    wanted = Wanted(asked, asked.norm(dim=1), torch.zeros(2, dtype=torch.float64), nothing, 3, False)
+    (tile,) = tiles_of(iter([(0, keys)]), asked, keys.norm(dim=1))
+    for module in (None, compiled):
+        assert not Sieve(wanted, None, 400, module).take(tile, slice(0, 300))
+        assert Sieve(wanted, None, 600, module).take(tile, slice(0, 300))
