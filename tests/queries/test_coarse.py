@@ -14,6 +14,7 @@ from dualform.queries import best, search, whole
 from dualform.queries.coarse import Coarse
 from dualform.queries.index import Index, index_of
 from dualform.queries.search import Search
+from dualform.queries.selection import Grouping
 from queries.test_shadow import KINDS, always, loops, record, rows_of, same
 
 
@@ -131,6 +132,8 @@ def test_a_scan_finds_what_is_there(kind: str, order: str, way: str, tmp_path: P
             attention = memory.attend(None, {"": queries})[""]
             answered = same(attention, 7, order)
             same(attention.where(label=[0, 2]), 3, order)
+            same(attention, 6, order, Grouping.by(memory, "label"))
+            same(attention.where(label=[0, 2]), 6, order, Grouping.by(memory, "step"))
             assert answered or kind in ("denormal", "fp64 tiny", "constant", "huge", "one huge", "wide range")
     if way == "keys":
         assert not list((tmp_path / "run/derived/shadow").glob("bytes-*"))
@@ -198,3 +201,16 @@ def test_with_and_without_compiled_loops(tmp_path: Path) -> None:
     for module in (None, compiled):
         with loops(module), always():
             assert memory.attend(None, {"": torch.ones(3, 24)})[""].top(5).explain().startswith("certified shadow")
+
+
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+def test_all_groups_are_scanned_at_once(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "run", rows_of("relu", 900, 24, 5))
+    memory = dualform.open(tmp_path / "run")
+    attention = memory.attend(None, {"": rows_of("gaussian", 30, 24, 6)})[""]
+    grouping = Grouping.by(memory, "label")
+    monkeypatch.setattr(best, "HELD", 8 * 7 * len(grouping.groups))  # some queries after the others
+    assert same(attention, 7, order, grouping)
+    assert attention.top(7, within="label", order=order).explain().startswith("flat scan, 900 rows bounded")
+    monkeypatch.setattr(best, "MANY", 0)
+    assert "shadow" in attention.top(7, within="label", order=order).explain()

@@ -332,23 +332,24 @@ def test_queries_are_prepared_alike(extended: bool, width: int, monkeypatch: pyt
 @hypothesis.given(
     rows=st.integers(1, 40), columns=st.sampled_from([1, 3, 15, 16, 17, 31, 32, 50]), k=st.integers(1, 5),
     kind=st.sampled_from([np.int32, np.float32, np.float64]), absolute=st.booleans(), room=st.integers(0, 100),
-    known=st.booleans(), seed=st.integers(0, 10_000),
+    known=st.booleans(), many=st.integers(1, 3), seed=st.integers(0, 10_000),
 )  # fmt: skip
 def test_what_may_be_among_the_best_passes(
-    rows: int, columns: int, k: int, kind: type, absolute: bool, room: int, known: bool, seed: int
+    rows: int, columns: int, k: int, kind: type, absolute: bool, room: int, known: bool, many: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     values = (random.standard_normal((rows, columns)) * 1000).astype(kind)
     scales, units = random.random(rows).astype(np.float32), random.random(columns) + 0.1
     errors, norms = (random.random(rows).astype(np.float32) * most for most in (50, 20))
     sizes, lost, tiny = random.random(columns), random.random(columns), random.random(columns)
-    chosen = random.random(rows) < 0.8
-    norms[~chosen], errors[~chosen] = np.inf, np.nan
-    before = np.repeat(random.random(columns)[:, None] * 500 if known else np.full((columns, 1), -np.inf), k, axis=1)
+    groups = random.integers(-1, many, rows)
+    norms[groups < 0], errors[groups < 0] = np.inf, np.nan
+    first = random.random((columns * many, 1)) * 500 if known else np.full((columns * many, 1), -np.inf)
+    before = np.repeat(first, k, axis=1)
     heaps = before.copy()
     found, row = [], 0
     part = np.empty(columns + room, np.int64), np.empty(columns + room, np.int64), np.empty(columns + room)
-    given = values, scales, units, errors, norms, sizes, lost, tiny, chosen, absolute, heaps
+    given = values, scales, units, errors, norms, sizes, lost, tiny, groups, absolute, heaps
     while row < rows:
         row, count = compiled.sift(*given, row, *part)
         found += list(zip(*(one[:count].tolist() for one in part), strict=True))
@@ -357,14 +358,17 @@ def test_what_may_be_among_the_best_passes(
     scores = np.abs(scores) if absolute else scores
     errors, norms = errors.astype(np.float64), norms.astype(np.float64)
     off = errors[:, None] * sizes + (norms + errors)[:, None] * lost + tiny
-    surely = np.where(chosen[:, None], scores - off, -np.inf)
+    # Every column with its groups, one after the other.
+    chosen = groups[:, None] == np.arange(columns * many) % many
+    scores, off = np.repeat(scores, many, axis=1), np.repeat(off, many, axis=1)
+    surely = np.where(chosen, scores - off, -np.inf)
     best = np.sort(np.concatenate([before.T, surely]), axis=0)[-k:].T
     assert np.allclose(np.sort(heaps, axis=1), best, rtol=1e-12)
-    reached = chosen[:, None] & (scores + off > best[:, 0] + 1e-9)
+    reached = chosen & (scores + off > best[:, 0] + 1e-9)
     pairs = {(row, column): bound for row, column, bound in found}
     assert len(pairs) == len(found)  # none twice
     assert set(zip(*(places.tolist() for places in reached.nonzero()), strict=True)) <= set(pairs)
-    assert all(chosen[row] and np.isclose(scores[row, column] + off[row, column], bound, rtol=1e-12)
+    assert all(chosen[row, column] and np.isclose(scores[row, column] + off[row, column], bound, rtol=1e-12)
                for (row, column), bound in pairs.items())  # fmt: skip
     if known:  # and what cannot be does not
         assert all(bound >= before[column, 0] for (_, column), bound in pairs.items())
@@ -383,4 +387,4 @@ def sifted(values: np.ndarray) -> tuple:
     by_row, by_column = np.ones(rows, np.float32), np.ones(columns)
     result = np.empty(99, np.int64), np.empty(99, np.int64), np.empty(99)
     of = by_row, by_column, by_row, by_row, by_column, by_column, by_column
-    return values, *of, np.ones(rows, bool), False, np.zeros((columns, 2)), 0, *result
+    return values, *of, np.zeros(rows, np.int64), False, np.zeros((columns, 2)), 0, *result

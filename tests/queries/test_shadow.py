@@ -143,7 +143,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def always() -> Iterator[None]:
     """Bounds are used also where they do not pay."""
-    with mock.patch.object(Search, "_worth", return_value=1 << 40), mock.patch.object(cascade, "SPARE", 1 << 40):
+    with (
+        mock.patch.object(Search, "_worth", return_value=1 << 40),
+        mock.patch.object(cascade, "SPARE", 1 << 40),
+        mock.patch.object(best, "MANY", 0),
+    ):
         yield
 
 

@@ -15,37 +15,39 @@ from dualform.queries.sieve import Sieve, Wanted, all_left
 @pytest.mark.parametrize("fast", [None, compiled])
 @hypothesis.given(
     sieves=st.integers(1, 4), queries=st.sampled_from([1, 3, 20]), k=st.integers(1, 6), absolute=st.booleans(),
-    known=st.booleans(), some=st.booleans(), seed=st.integers(0, 10_000),
+    known=st.booleans(), groups=st.integers(0, 3), seed=st.integers(0, 10_000),
 )  # fmt: skip
 def test_several_sieves_leave_the_best(
-    fast: ModuleType | None, sieves: int, queries: int, k: int, absolute: bool, known: bool, some: bool, seed: int
+    fast: ModuleType | None, sieves: int, queries: int, k: int, absolute: bool, known: bool, groups: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
     keys, asked = torch.randn(120, 7, generator=random), torch.randn(queries, 7, generator=random).double()
     asked /= asked.norm(dim=1, keepdim=True)
-    chosen = torch.rand(120, generator=random) < 0.7 if some else None
+    # Some of no group, or all of one.
+    codes = torch.randint(-1, groups, (120,), generator=random) if groups else torch.zeros(120, dtype=torch.int64)
+    groups = max(groups, 1)
     scores = keys.double() @ asked.T
     scores = scores.abs() if absolute else scores
-    if chosen is not None:
-        scores[~chosen] = -torch.inf
+    # Every query with its groups, one after the other.
+    inside = codes[:, None] == torch.arange(queries * groups) % groups
+    scores = scores.repeat_interleave(groups, dim=1).where(inside, -torch.inf)
     best = scores.topk(k, dim=0).values[-1]
-    norms = keys.norm(dim=1) * (1 + 1e-6)
     first = best - 0.5 if known else torch.full_like(best, -torch.inf)
-    wanted = Wanted(asked, asked.norm(dim=1), torch.full_like(best, 1e-40), first, k, absolute)
-    every = [Sieve(wanted, chosen, 1 << 20, fast) for _ in range(sieves)]
-    turn = 0
+    tiny = torch.full((queries,), 1e-40, dtype=torch.float64)
+    wanted = Wanted(asked, asked.norm(dim=1), tiny, first, k, absolute, codes)
+    every = [Sieve(wanted, 1 << 20, fast) for _ in range(sieves)]
+    turn, norms = 0, keys.norm(dim=1) * (1 + 1e-6)
     for tile in tiles_of(iter([(0, keys[:50]), (50, keys[50:].double())]), asked, norms):  # of two kinds of numbers
         for at in range(0, len(tile), 16):
             assert every[turn % sieves].take(tile, slice(at, min(at + 16, len(tile))))
             turn += 1
-    at_query, ids, bounds = all_left(every)
-    left = set(zip(ids.tolist(), at_query.tolist(), strict=True))
+    asking, ids, bounds = all_left(every)
+    left = set(zip(ids.tolist(), asking.tolist(), strict=True))
     assert len(left) == len(ids)
-    needed = scores >= best
-    assert set(map(tuple, needed.nonzero().tolist())) <= left
-    assert (bounds >= scores[ids, at_query]).all()
+    assert set(map(tuple, (inside & (scores >= best)).nonzero().tolist())) <= left
+    assert inside[ids, asking].all() and (bounds >= scores[ids, asking]).all()
     # The error of a product is far smaller than what lies between scores.
-    assert len(left) <= int((scores >= best - 1e-3).sum())
+    assert len(left) <= int((inside & (scores >= best - 1e-3)).sum())
 
 
 def test_too_many_are_told() -> None:
@@ -54,5 +56,5 @@ def test_too_many_are_told() -> None:
     wanted = Wanted(asked, asked.norm(dim=1), torch.zeros(2, dtype=torch.float64), nothing, 3, False)
     (tile,) = tiles_of(iter([(0, keys)]), asked, keys.norm(dim=1))
     for module in (None, compiled):
-        assert not Sieve(wanted, None, 400, module).take(tile, slice(0, 300))
-        assert Sieve(wanted, None, 600, module).take(tile, slice(0, 300))
+        assert not Sieve(wanted, 400, module).take(tile, slice(0, 300))
+        assert Sieve(wanted, 600, module).take(tile, slice(0, 300))

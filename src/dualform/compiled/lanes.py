@@ -146,10 +146,10 @@ def not_below(context, values, at, enough) -> Any:
 
 @intrinsic
 @no_type_check
-def group_reaching(context, values, row, column, scale, cuts, absolute) -> Any:
+def group_reaching(context, values, row, column, scale, cuts, at, absolute) -> Any:
     """Which numbers of a row, a GROUP of columns from this one on, reach their cuts in fp32 once they are scaled.
 
-    A bit each, the first lowest.
+    The cuts are those from a place on. A bit each, the first lowest.
     """
 
     def generate(context, builder, signature, arguments) -> Any:
@@ -157,7 +157,7 @@ def group_reaching(context, values, row, column, scale, cuts, absolute) -> Any:
         place = builder.add(builder.mul(arguments[1], builder.extract_value(array.shape, 1)), arguments[2])
         starts = (
             builder.gep(array.data, [place]),
-            builder.gep(_data(context, builder, signature, arguments, 4), [arguments[2]]),
+            builder.gep(_data(context, builder, signature, arguments, 4), [arguments[5]]),
         )
         numbers, least = (
             builder.load(builder.bitcast(start, ir.VectorType(start.type.pointee, GROUP).as_pointer()), align=4)
@@ -173,14 +173,15 @@ def group_reaching(context, values, row, column, scale, cuts, absolute) -> Any:
             builder.bitcast(builder.fcmp_ordered(">=", one, least), ir.IntType(GROUP))
             for one in (scaled, builder.fneg(scaled))
         )
-        return builder.zext(builder.select(arguments[5], builder.or_(reached, opposite), reached), _SHORT)
+        return builder.zext(builder.select(arguments[6], builder.or_(reached, opposite), reached), _SHORT)
 
     known = types.int32, types.float32, types.float64
     if values.dtype not in known or (values.ndim, values.layout) != (2, "C"):
         raise TypingError(f"{values} has no rows of numbers, one after the other")
     if (cuts.dtype, cuts.ndim, cuts.layout) != (types.float32, 1, "C"):
         raise TypingError(f"{cuts} are no numbers in fp32, one after the other")
-    return types.uint32(values, types.int64, types.int64, types.float32, cuts, types.boolean), generate
+    known = types.int64, types.int64, types.float32, cuts, types.int64, types.boolean
+    return types.uint32(values, *known), generate
 
 
 @intrinsic

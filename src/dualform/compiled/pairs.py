@@ -15,10 +15,10 @@ _pread = types.ExternalFunction("pread", types.intp(types.intc, types.intp, type
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
-def read_rows(descriptor: int, places: Array, rows: Array) -> bool:
-    """Fill every row with the bytes of a file from its place on; False where they could not all be read."""
+def read_rows(descriptor: int, places: Array, rows: Array, part: int, parts: int) -> bool:
+    """Fill every row of one part with the bytes of a file from its place on; False where not all could be read."""
     width = rows.shape[1]
-    for row in range(len(places)):
+    for row in range(len(places) * part // parts, len(places) * (part + 1) // parts):
         if _pread(descriptor, rows[row].ctypes.data, width, places[row]) != width:
             break
     else:

@@ -21,12 +21,13 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from dualform.errors import DamagedMemory
-from dualform.fast import compiled
+from dualform.fast import compiled, in_parts
 from dualform.memory.files import CHUNK, DTYPES, ZEROS, FileRecord
 from dualform.memory.windows import Bytes, Descriptor, Windows, copied, descriptors, fill, fill_at_once, window
 
 SMALL = 256 << 10  # up to here a copy is faster than a mapping and its page faults
 FEW = 256  # rows up to which reading one by one is faster than mapping all between the first and the last
+PART = 1 << 20  # bytes for which a thread of its own pays
 TILE = 8 << 20  # bytes that are read at a time where they cannot stay mapped
 WINDOW = 32 << 20  # bytes that `gather` maps at a time
 _MARK = b'"checksum":"'
@@ -253,8 +254,8 @@ class TensorFile:
         dtype, shape, _ = self._entry(name)
         return torch.from_numpy(self.gather_bytes(name, rows.numpy()).reshape(-1)).view(dtype).reshape(-1, *shape[1:])
 
-    def gather_bytes(self, name: str, rows: Int64[np.ndarray, " rows"]) -> Rows:
-        """The bytes of some rows of a tensor."""
+    def gather_bytes(self, name: str, rows: Int64[np.ndarray, " rows"], into: Rows | None = None) -> Rows:
+        """The bytes of some rows of a tensor, where they are wanted if that is possible."""
         descriptor = self._open()
         dtype, shape, begin = self._entry(name)
         width = math.prod(shape[1:]) * dtype.itemsize
@@ -263,21 +264,28 @@ class TensorFile:
             return np.empty((len(numbers), width), dtype=np.uint8)
         if min(numbers) < 0 or max(numbers) >= shape[0]:
             raise IndexError(f"{name} has the rows 0 to {shape[0] - 1}")
+        at = self._start + begin
+        found = self._at_once(descriptor, at + rows * width, width, into)
+        if found is not None:
+            return found
         if len(numbers) <= FEW:
-            at = self._start + begin
-            found = self._at_once(descriptor, at + rows * width, width)
-            return self._few(descriptor, at, width, numbers) if found is None else found
-        return self._many(descriptor, self._start + begin, width, rows, shape[0])
+            return self._few(descriptor, at, width, numbers)
+        return self._many(descriptor, at, width, rows, shape[0])
 
-    def _at_once(self, descriptor: Descriptor, places: Int64[np.ndarray, " rows"], width: int) -> Rows | None:
+    def _at_once(
+        self, descriptor: Descriptor, places: Int64[np.ndarray, " rows"], width: int, into: Rows | None
+    ) -> Rows | None:
         """Rows that were checked before, by one compiled loop; None where it is not at hand, or something is wrong."""
         loops = compiled(len(places) * width)
-        if loops is None:
+        if loops is None or width > CHUNK:
             return None
-        chunks = {*(places // CHUNK).tolist(), *((places + width - 1) // CHUNK).tolist()}
-        data: Rows = np.empty((len(places), width), dtype=np.uint8)
-        checked = width <= CHUNK and self._unchecked.isdisjoint(chunks)
-        return data if checked and loops.read_rows(descriptor.number, places, data) else None
+        if self._unchecked:
+            chunks = np.unique(np.concatenate([places // CHUNK, (places + width - 1) // CHUNK]))
+            if not self._unchecked.isdisjoint(chunks.tolist()):
+                return None
+        data: Rows = np.empty((len(places), width), dtype=np.uint8) if into is None else into
+        read = in_parts(loops.read_rows, data.nbytes // PART, descriptor.number, places, data)
+        return data if all(read) else None
 
     def _few(self, descriptor: Descriptor, at: int, width: int, rows: list[int]) -> Rows:
         """Rows read one by one; those that follow each other at once."""

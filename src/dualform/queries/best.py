@@ -27,6 +27,9 @@ FEW = 4096  # keys below which a plain scan is as good
 ODD = 1024  # ids with NaN or infinity that are scored for every query
 AT_ONCE = 1024  # queries
 SORTED = 1024  # of the best, above which sorting is better than putting each in its place
+HELD = 1 << 22  # of the best, of all groups and queries of one scan
+MANY = 256  # times that of what is asked for, a scan of all keys is as good as bounds
+NO_IDS = torch.empty(0, dtype=torch.int64)
 DIRECTIONS = 16  # different ones, above which a scan answers
 
 
@@ -72,9 +75,13 @@ def best_events(
     if isinstance(scorer, DirectionScorer) and len(scorer.directions) > 1:
         return _each_direction(memory, index, weight, until, scorer, parts, k, order, grouping is not None)
     weighing = _weighing(memory, index, weight, until, scorer, order)
-    return (
-        None if weighing is None else _all_parts(weighing, table, parts, scorer.queries, k, order, grouping is not None)
-    )
+    if weighing is None:
+        return None
+    if grouping is not None and isinstance(weighing, ByScore):
+        found = _groups_at_once(weighing, table, codes, len(grouping.groups), scorer.queries, k, order)
+        if found is not None:
+            return found
+    return _all_parts(weighing, table, parts, scorer.queries, k, order, grouping is not None)
 
 
 def suits(memory: StoredMemory, weight: int, queries: Float[Tensor, "queries dim_in"], k: int) -> bool:
@@ -177,6 +184,38 @@ def _all_parts(
     numbers = torch.stack([one.numbers for one in found], dim=1)
     counts = (sum(getattr(one, name) for one in found) for name in ("scored", "bounded", "nan", "flat"))
     return Best(scores, numbers, *counts)
+
+
+def _groups_at_once(
+    weighing: ByScore,
+    table: Table,
+    codes: Int64[Tensor, " events"],
+    groups: int,
+    queries: Float[Tensor, "queries dim_in"],
+    k: int,
+    order: str,
+) -> Best | None:
+    """The best of every group by one flat scan, where so much is asked for that each group's bounds would not pay."""
+    if (
+        table.keys is not None
+        or not MANY * k * groups > len(codes)
+        or not 0 < k * groups <= HELD
+        or len(weighing.odd(None))
+    ):
+        return None
+    answers, step = [], min(max(HELD // (k * groups), 1), AT_ONCE)
+    for at in range(0, len(queries), step):
+        which = torch.arange(at, min(at + step, len(queries)))
+        found = Found(k, len(which) * groups)
+        found.flat = True
+        if not weighing.scan_groups(found, which, codes, order, _exact(weighing, which, order)):
+            return None
+        with alone():
+            picked = _picked(weighing, table, None, found, NO_IDS, which.repeat_interleave(groups), order)
+        shape = len(which), groups, k
+        numbers = picked.numbers.view(*shape, -1)
+        answers.append(replace(picked, scores=picked.scores.view(shape), numbers=numbers))
+    return _joined(answers)
 
 
 def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, k: int, order: str) -> Best | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from jaxtyping import Bool, Float, Float32, Float64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.fast import alone, compiled, spread
@@ -35,21 +35,22 @@ def scan(
     tiles: Callable[[Float64[Tensor, "queries dim_in"]], Iterable[Tile]],
     queries: Float[Tensor, "queries dim_in"],
     norms: Float32[Tensor, " keys"],
-    chosen: Bool[Tensor, " keys"] | None,
+    groups: Int64[Tensor, " keys"] | None,
     order: str,
     exact: Exact,
 ) -> bool:
     """Search every key; False, with nothing found, where a product could overflow, or where too much is left to score.
 
-    `norms` are not below those of the keys, and infinite for those that are set apart; these, and keys that are not
-    chosen, do not count. `tiles` gives all keys for queries of norms up to 1.
+    `norms` are not below those of the keys, and infinite for those that are set apart; these, and keys of no group, −1,
+    do not count. What is found is, for every query, that of every group. `tiles` gives all keys for queries of norms
+    up to 1.
     """
+    several = found.queries // len(queries)
     sizes = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
     if bool(norms.isinf().any()):
-        sound = norms.isfinite()
-        chosen = sound if chosen is None else chosen & sound
-    if chosen is not None:
-        norms = norms.where(chosen, 0.0)
+        groups = (torch.zeros(len(norms), dtype=torch.int64) if groups is None else groups).where(norms.isfinite(), -1)
+    if groups is not None:
+        norms = norms.where(groups >= 0, 0.0)
     largest = float(norms.max()) if len(norms) else 0.0
     if max(float(sizes.max()), 1.0) * largest > RANGE:
         return False
@@ -58,30 +59,31 @@ def scan(
     signed = queries.double() * (-units if order == "smallest" else units)[:, None]
     # What underflow can lose in a product, and in a score that is rounded to fp32.
     tiny = queries.shape[1] * 1e-40 + 3e-45 * units
-    wanted = Wanted(signed, sizes * units, tiny, found.thresholds * units, found.k, order == "absolute")
+    scales = units.repeat_interleave(several)
+    wanted = Wanted(signed, sizes * units, tiny, found.thresholds * scales, found.k, order == "absolute", groups)
     with alone():
-        left = _left(wanted, tiles(signed), chosen, len(norms))
+        left = _left(wanted, tiles(signed), len(norms))
         found.bounded += len(norms) * len(queries)
         if left is None:
             return False
-        at_query, ids, bounds = left
+        asking, ids, bounds = left
 
         def score(some: Tensor) -> Tensor:
             found.scored += len(some)
-            return exact(ids[some], at_query[some])
+            return exact(ids[some], asking[some] // several)
 
-        scored = best_first(found, at_query, bounds, score, lambda: found.thresholds * units)
+        scored = best_first(found, asking, bounds, score, lambda: found.thresholds * scales)
         assert scored is not None
         some, scores = scored
-        found.add(at_query[some], ids[some], scores)
+        found.add(asking[some], ids[some], scores)
     return True
 
 
-def _left(wanted: Wanted, tiles: Iterable[Tile], chosen: Bool[Tensor, " keys"] | None, keys: int) -> Left | None:
+def _left(wanted: Wanted, tiles: Iterable[Tile], keys: int) -> Left | None:
     """The pairs that may be among the best; None where these are too many."""
-    fast, most = compiled(keys * len(wanted)), MANY_LEFT + 2 * wanted.k * len(wanted)
+    fast, most = compiled(keys * len(wanted)), MANY_LEFT + 2 * wanted.k * len(wanted.thresholds)
     rows = at_a_time(len(wanted))
-    sieves = [Sieve(wanted, chosen, most, fast)]
+    sieves = [Sieve(wanted, most, fast)]
     idle = list(sieves)
     for tile in tiles:
 
@@ -89,7 +91,7 @@ def _left(wanted: Wanted, tiles: Iterable[Tile], chosen: Bool[Tensor, " keys"] |
             try:
                 sieve = idle.pop()
             except IndexError:
-                sieves.append(sieve := Sieve(wanted, chosen, most, fast))
+                sieves.append(sieve := Sieve(wanted, most, fast))
             fits = sieve.take(tile, piece)
             idle.append(sieve)
             return fits

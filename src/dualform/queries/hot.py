@@ -13,6 +13,7 @@ from torch import Tensor
 from dualform.memory import StoredMemory
 
 LEAST = 256  # keys
+SHARE = 8  # of the room, more than which is not worth to be held for one question
 Keys = tuple[Float[Tensor, "some dim_in"], Int64[Tensor, " keys"], Float64[Tensor, " some"]]
 
 
@@ -54,7 +55,7 @@ class HotKeys:
             return self._keys[: self._filled], self._slots
 
     def get(self, numbers: Int64[Tensor, " keys"]) -> Keys | None:
-        """Keys, where among them each number is, and their norms; None where there is no room for so many at once."""
+        """Keys, where among them each number is, and their norms; None where too many are not at hand to be held."""
         asked = numbers.numpy()
         with self._lock:
             # Mostly all are at hand; of some dozen numpy tells that in a fraction of torch's time.
@@ -62,6 +63,8 @@ class HotKeys:
             if len(slots) and slots.min() >= 0:
                 return self._keys, torch.from_numpy(slots.astype(np.int64)), self._norms
             missing = numbers[self._slots[numbers] < 0].unique()
+            if len(missing) > max(self._room // SHARE, LEAST):
+                return None
             if self._filled + len(missing) > self._room:
                 self._clear()
                 missing = numbers[self._slots[numbers] < 0].unique()

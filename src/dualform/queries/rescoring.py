@@ -13,6 +13,7 @@ from dualform.queries.found import Found
 from dualform.queries.pairs import by_query, ranks
 
 MORE = 4  # than k that are scored first
+FEW_MORE = 1.5  # times as many, up to which all are scored at once
 
 
 def best_first(
@@ -27,6 +28,8 @@ def best_first(
 
     `score` gives exact scores of some pairs, and `reached` what k rows surely have, as bounds are.
     """
+    if len(at_query) <= FEW_MORE * (found.k + MORE) * found.queries and pays(every := torch.arange(len(at_query))):
+        return every, score(every)
     # For some thousand numbers numpy's operations take a fraction of torch's.
     order = by_query(at_query, bounds).numpy()
     query, bound = at_query.numpy()[order], bounds.numpy()[order]

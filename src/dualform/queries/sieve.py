@@ -10,31 +10,39 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Float64, Int64
+from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.queries.pairs import by_query, ranks
 
 ROOM = 1 << 14  # pairs that are found at once
+# Of pairs: the query with its group (query · groups + group), the key, and what the score cannot exceed.
 Left = tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"], Float64[Tensor, " pairs"]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The k best products with queries of norms up to 1, or the k of the largest magnitude.
+    """The k best products with queries of norms up to 1, or the k of the largest magnitude, in every group of keys.
 
-    `thresholds` are what k keys surely have, and `tiny` is what is lost to underflow.
+    `thresholds` are what k keys surely have, for every query those of its groups, and `tiny` is what is lost to
+    underflow. `groups` are those of all keys, −1 for a key that does not count; None where there is one of all.
     """
 
     queries: Float64[Tensor, "queries dim_in"]
     norms: Float64[Tensor, " queries"]
     tiny: Float64[Tensor, " queries"]
-    thresholds: Float64[Tensor, " queries"]
+    thresholds: Float64[Tensor, " queries_groups"]
     k: int
     absolute: bool
+    groups: Int64[Tensor, " keys"] | None = None
 
     def __len__(self) -> int:
         return len(self.queries)
+
+    @property
+    def several(self) -> int:
+        """How many groups there are."""
+        return len(self.thresholds) // max(len(self), 1)
 
 
 @dataclass(frozen=True)
@@ -67,12 +75,10 @@ class Tile:
 class Sieve:
     """The pairs that passed so far, each with what its score cannot exceed; for one thread."""
 
-    def __init__(
-        self, wanted: Wanted, chosen: Bool[Tensor, " keys"] | None, most: int, fast: ModuleType | None
-    ) -> None:
-        self._wanted, self._chosen, self._most, self._fast = wanted, chosen, most, fast
+    def __init__(self, wanted: Wanted, most: int, fast: ModuleType | None) -> None:
+        self._wanted, self._most, self._fast = wanted, most, fast
         self.heaps = wanted.thresholds[:, None].repeat(1, wanted.k)  # the largest lower bounds, the least of them first
-        self._buffer, self._every = torch.empty(0), torch.ones(0, dtype=torch.bool)
+        self._buffer, self._every = torch.empty(0), torch.zeros(0, dtype=torch.int64)
         room = max(ROOM, len(wanted))
         self._found = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room)
         self._parts: list[Left] = []
@@ -82,13 +88,14 @@ class Sieve:
         """Take in the products of some rows; False where too many pairs are left."""
         shape = piece.stop - piece.start, len(self._wanted)
         if self._buffer.dtype != tile.dtype or len(self._buffer) < shape[0]:
-            self._buffer, self._every = torch.empty(shape, dtype=tile.dtype), torch.ones(shape[0], dtype=torch.bool)
+            self._buffer, self._every = torch.empty(shape, dtype=tile.dtype), torch.zeros(shape[0], dtype=torch.int64)
         values = self._buffer[: shape[0]]
         tile.fill(piece, values)
         number = tile.first + piece.start
-        chosen = self._every[: shape[0]] if self._chosen is None else self._chosen[number : number + shape[0]]
-        rows, at_query, bounds = (self._sifted if self._fast else self._by_torch)(tile, piece, values, chosen)
-        self._parts.append((at_query, rows + number, bounds))
+        every = self._wanted.groups
+        groups = self._every[: shape[0]] if every is None else every[number : number + shape[0]]
+        rows, asking, bounds = (self._sifted if self._fast else self._by_torch)(tile, piece, values, groups)
+        self._parts.append((asking, rows + number, bounds))
         self._count += len(rows)
         if self._count > self._most:
             self._parts = [self.left(self.heaps[:, 0])]
@@ -96,45 +103,47 @@ class Sieve:
             return 2 * self._count <= self._most  # or else most of the time would go into this
         return True
 
-    def left(self, thresholds: Float64[Tensor, " queries"]) -> Left:
-        """Queries, ids and bounds of what thresholds do not rule out."""
+    def left(self, thresholds: Float64[Tensor, " queries_groups"]) -> Left:
+        """What thresholds do not rule out: queries with their groups, ids, and bounds."""
         nothing = torch.empty(0, dtype=torch.int64)
         parts = self._parts or [(nothing, nothing, torch.empty(0, dtype=torch.float64))]
-        at_query, ids, bounds = (torch.cat(part) for part in zip(*parts, strict=True))
-        kept = bounds >= thresholds[at_query]
-        return at_query[kept], ids[kept], bounds[kept]
+        asking, ids, bounds = (torch.cat(part) for part in zip(*parts, strict=True))
+        kept = bounds >= thresholds[asking]
+        return asking[kept], ids[kept], bounds[kept]
 
-    def _sifted(self, tile: Tile, piece: slice, values: Tensor, chosen: Tensor) -> Left:
+    def _sifted(self, tile: Tile, piece: slice, values: Tensor, groups: Tensor) -> Left:
         assert self._fast is not None
         wanted = self._wanted
         scales, errors, norms = (part[piece] for part in tile.arrays)
         queries = (part.numpy() for part in (wanted.norms, tile.lost, wanted.tiny))
-        arrays = values.numpy(), scales, tile.units.numpy(), errors, norms, *queries, chosen.numpy()
+        arrays = values.numpy(), scales, tile.units.numpy(), errors, norms, *queries, groups.numpy()
         row, parts = 0, []
         while row < len(values):
             row, count = self._fast.sift(*arrays, wanted.absolute, self.heaps.numpy(), row, *self._found)
             parts.append([torch.from_numpy(part[:count].copy()) for part in self._found])
-        at_row, at_query, bounds = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        return at_row, at_query, bounds
+        at_row, asking, bounds = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return at_row, asking, bounds
 
-    def _by_torch(self, tile: Tile, piece: slice, values: Tensor, chosen: Tensor) -> Left:
+    def _by_torch(self, tile: Tile, piece: slice, values: Tensor, groups: Tensor) -> Left:
         """The same in several passes."""
-        wanted, errors = self._wanted, tile.errors[piece].double().where(chosen, 0.0)
-        sizes = tile.norms[piece].where(chosen, 0.0) + errors  # of the keys as multiplied
+        wanted, counts = self._wanted, groups >= 0
+        errors = tile.errors[piece].double().where(counts, 0.0)
+        sizes = tile.norms[piece].where(counts, 0.0) + errors  # of the keys as multiplied
         scores = (values.float() * tile.scales[piece, None]).double() * tile.units
         scores = scores.abs_() if wanted.absolute else scores
-        scores[~chosen] = -torch.inf
+        scores[~counts] = -torch.inf
         most = errors.max() * wanted.norms + sizes.max() * tile.lost + wanted.tiny
-        rows, at_query = (scores >= self.heaps[:, 0] - most).nonzero(as_tuple=True)
-        scores = scores[rows, at_query]
+        least = self.heaps[:, 0].view(len(wanted), -1)[:, groups.clamp_min(0)].T - most
+        rows, at_query = ((scores >= least) & counts[:, None]).nonzero(as_tuple=True)
+        scores, asking = scores[rows, at_query], at_query * wanted.several + groups[rows]
         off = errors[rows] * wanted.norms[at_query] + sizes[rows] * tile.lost[at_query] + wanted.tiny[at_query]
-        order = by_query(at_query, scores - off)
-        rank = ranks(at_query[order], len(wanted))
+        order = by_query(asking, scores - off)
+        rank = ranks(asking[order], len(self.heaps))
         surely = torch.full_like(self.heaps, -torch.inf)
         first = order[rank < wanted.k]
-        surely[at_query[first], rank[rank < wanted.k]] = (scores - off)[first]
+        surely[asking[first], rank[rank < wanted.k]] = (scores - off)[first]
         self.heaps = torch.cat([self.heaps, surely], dim=1).topk(wanted.k).values.flip(1)
-        return rows, at_query, scores + off
+        return rows, asking, scores + off
 
 
 def all_left(sieves: list[Sieve]) -> Left:
@@ -142,5 +151,5 @@ def all_left(sieves: list[Sieve]) -> Left:
     heaps = torch.cat([sieve.heaps for sieve in sieves], dim=1)
     thresholds = heaps.topk(sieves[0].heaps.shape[1]).values[:, -1]
     parts = [sieve.left(thresholds) for sieve in sieves]
-    at_query, ids, bounds = (torch.cat(part) for part in zip(*parts, strict=True))
-    return at_query, ids, bounds
+    asking, ids, bounds = (torch.cat(part) for part in zip(*parts, strict=True))
+    return asking, ids, bounds

@@ -22,6 +22,7 @@ from dualform.queries.shadow import Shadow, row_norms
 from dualform.queries.views import View
 
 WHOLE = 0.4  # what a product of whole numbers costs, in those in fp32
+CHUNK = 1 << 23  # numbers of keys that are read at a time
 READ = 4  # queries for which a scan does so little that reading keys is better than mapping them
 
 Ids = Int64[Tensor, " pairs"]
@@ -79,11 +80,18 @@ class ByScore:
 
     def scan(self, found: Found, queries: Ids, events: Events, order: str, exact: Exact) -> bool:
         """Search every key for some of the queries, in one pass over all of them."""
-        index, asked, chosen = self._index, self._queries[queries], self._keys(events)
+        chosen = self._keys(events)
+        return self.scan_groups(found, queries, None if chosen is None else chosen.long() - 1, order, exact)
+
+    def scan_groups(
+        self, found: Found, queries: Ids, groups: Int64[Tensor, " keys"] | None, order: str, exact: Exact
+    ) -> bool:
+        """The same for every group of keys; keys of no group, −1, do not count."""
+        index, asked = self._index, self._queries[queries]
         norms = index.norms(self._weight)
         if int(norms.isinf().sum()) > len(index.odd(self._weight)):
             return False  # a norm that is out of the range of fp32
-        question = asked, norms, chosen, order, exact
+        question = asked, norms, groups, order, exact
         if index.has_coarse(self._weight):
             keys = list(index.coarse(self._weight))
             if scan(found, lambda units: (one.tile(units, norms) for one in keys), *question):
@@ -100,10 +108,20 @@ class ByScore:
         if found is not None:
             keys, place, norms = found
             return pair_scores(keys, self._queries, place, at_query, norms, self.norms)
-        # More keys than there is room for at once: half of them, and then the others.
-        result = torch.empty(len(ids))
-        for half in ids.argsort().tensor_split(2):
-            result[half] = self.scores(ids[half], at_query[half])
+        return self._some_at_a_time(ids, at_query)
+
+    def _some_at_a_time(self, ids: Ids, at_query: Ids) -> Float32[Tensor, " pairs"]:
+        """The exact scores of pairs with many keys, of which none is held longer than it is needed."""
+        result, norms, at = torch.empty(len(ids)), self._index.norms(self._weight), 0
+        ids, order = ids.sort()
+        numbers, places = torch.unique_consecutive(ids, return_inverse=True)
+        step = max(CHUNK // max(self._queries.shape[1], 1), 1)
+        for first in range(0, len(numbers), step):
+            some = numbers[first : first + step]
+            end = int(torch.searchsorted(places, first + len(some)))
+            here, at = slice(at, end), end
+            keys, pairs = self._memory.keys(self._weight, some), (places[here] - first, at_query[order[here]])
+            result[order[here]] = pair_scores(keys, self._queries, *pairs, norms[some].double(), self.norms)
         return result
 
     def odd_scores(self, ids: Int64[Tensor, " odd"], queries: Ids) -> Float32[Tensor, "queries odd"]:
