@@ -123,6 +123,8 @@ def main() -> None:
     print(f"machine: {arguments.threads} threads, {platform.machine()}, torch {torch.__version__}")
     print(f"{arguments.rounds} rounds of {arguments.steps} steps, medians\n")
     results: dict[str, list[dict[str, object]]] = {}
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     for size in arguments.batch:
         with tempfile.TemporaryDirectory(dir=arguments.out) as root:
             measured = measure(size, arguments.rounds, arguments.steps, Path(root))
