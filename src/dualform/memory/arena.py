@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.memory.blocksums import BlockSums
 from dualform.memory.disk import PAGE
 
 
@@ -34,12 +35,16 @@ class Shape:
 
 
 class Held(NamedTuple):
-    """Room for some rows in a stream, and its address; the tensor itself is made when it is asked for."""
+    """Room for some rows in a stream, its address, and where the sums of its blocks go (see BlockSums).
+
+    The tensor itself is made when it is asked for.
+    """
 
     place: Tensor
     start: int
     length: int
     address: int
+    sums: int
 
     @property
     def rows(self) -> Tensor:
@@ -53,6 +58,7 @@ class Arena:
     def __init__(self, shapes: Mapping[str, Shape], pinned: bool) -> None:
         self.pinned = pinned
         whole = _pages(sum(shape.bytes for shape in shapes.values()), pinned)
+        self.sums = BlockSums(whole.ctypes.data, len(whole))
         self._streams: dict[str, Tensor] = {}
         self._shapes, self._addresses = dict(shapes), dict.fromkeys(shapes, 0)
         at = 0
@@ -67,6 +73,7 @@ class Arena:
         """Begin anew: what was held is on disk."""
         self._filled = dict.fromkeys(self._streams, 0)
         self.bytes = 0
+        self.sums.reset()
 
     def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
         """Room for some rows at the end of each of these streams; None where any of them has none."""
@@ -78,7 +85,8 @@ class Arena:
             if room is None or start + shape.rows > room.rows or (room.width, room.dtype) != (shape.width, shape.dtype):
                 return None
             width = shape.width * shape.dtype.itemsize
-            held.append(Held(self._streams[stream], start, shape.rows, self._addresses[stream] + start * width))
+            address = self._addresses[stream] + start * width
+            held.append(Held(self._streams[stream], start, shape.rows, address, self.sums.table))
             filled[stream] = start + shape.rows
             size += shape.rows * width
         self._filled = filled
@@ -142,11 +150,13 @@ class Staging:
         if self._side is not None:
             self._side.synchronize()
 
-    def turn(self) -> None:
-        """Fill the other arena from now on; what it held before must be written."""
-        if self._arenas:
-            self._arenas.reverse()
-            self._arenas[0].reset()
+    def turn(self) -> BlockSums | None:
+        """Fill the other arena from now on; what it held before must be written. The sums of the one to be written."""
+        if not self._arenas:
+            return None
+        self._arenas.reverse()
+        self._arenas[0].reset()
+        return self._arenas[1].sums
 
 
 def _pages(size: int, pinned: bool) -> np.ndarray:

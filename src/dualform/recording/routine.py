@@ -21,6 +21,7 @@ from torch import Tensor
 from dualform.memory.arena import Held, Shape
 from dualform.memory.slab import pages
 from dualform.recording.jobs import (
+    CHECKED,
     FIELDS,
     GRADIENTS,
     GRADIENTS_TO,
@@ -160,7 +161,8 @@ class Taking:
         for number, (_, keys, gradients) in enumerate(rows):
             at = number * FIELDS
             jobs[at + MATRIX], jobs[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
-            jobs[at + KEYS_TO] = next(each).address
+            to = next(each)
+            jobs[at + KEYS_TO], jobs[at + CHECKED] = to.address, to.sums
             if self.values:
                 jobs[at + GRADIENTS_TO] = next(each).address
             jobs[at + RESULT], jobs[at + SUMS] = start + 4 * self.at[number], start + 16 * number
