@@ -65,13 +65,23 @@ def comparing(
     return [COMPARE, outputs, columns, 0, steps, *places]
 
 
-def run(jobs: list[int], loops: ModuleType) -> bool:
-    """Do all of these jobs, by torch's own threads; whether every sketch came out finite."""
-    table = array("q", (0, len(jobs) // FIELDS, 0, *jobs))
-    address, _ = table.buffer_info()
-    if not by_torch(loops.address, address):
-        loops.alone(address)
-    return not table[SPOILED]
+class Table:
+    """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later."""
+
+    def __init__(self, jobs: list[int]) -> None:
+        self.numbers = array("q", (0, len(jobs) // FIELDS, 0, *jobs))
+        self._address, _ = self.numbers.buffer_info()
+        self._done = range(HEAD + FIELDS - 1, len(self.numbers), FIELDS)
+
+    def run(self, loops: ModuleType) -> bool:
+        """Do all of these jobs, by torch's own threads; whether every sketch came out finite."""
+        numbers = self.numbers
+        numbers[0] = numbers[SPOILED] = 0
+        for at in self._done:
+            numbers[at] = 0
+        if not by_torch(loops.address, self._address):
+            loops.alone(self._address)
+        return not numbers[SPOILED]
 
 
 def fits(matrix: Tensor) -> bool:
