@@ -241,6 +241,21 @@ def _project(job: Array, part: int) -> None:
         _multiply(matrix, carray(_doubles(job[7]), (4, width)), wide)
 
 
+@numba.njit("void(i8, i8, f8[:, ::1], f8[:, ::1], f8[::1])", cache=True, fastmath=FAST, error_model="numpy")
+@no_type_check
+def follow(rows: int, stride: int, factors: Array, moved: Array, sizes: Array) -> None:
+    """Add up fp32 rows, so many bytes apart, times each of two factors, in fp64; the square of the size of each."""
+    for row in range(len(sizes)):
+        numbers = carray(_floats(rows + stride * row), moved.shape[1])
+        a, b, size = factors[0, row], factors[1, row], _NONE
+        for at in range(len(numbers)):
+            value = np.float64(numbers[at])
+            moved[0, at] += a * value
+            moved[1, at] += b * value
+            size += value * value
+        sizes[row] = size
+
+
 @numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
 @no_type_check
 def _work(start) -> None:
