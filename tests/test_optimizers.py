@@ -23,6 +23,7 @@ from dualform.optimizers import (
     NESTEROV,
     coefficients,
     is_linear,
+    read_many,
     read_settings,
 )
 from small import batch, network, run
@@ -283,3 +284,17 @@ def test_missing_and_zero_gradients_in_a_recorded_run(tmp_path: Path, set_to_non
     memory = dualform.open(tmp_path / "run")
     assert memory.certificate().exact
     assert memory.certificate()[0].events == 20
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD, torch.optim.Adam])
+def test_many_settings_are_those_of_each(kind: type[torch.optim.Optimizer]) -> None:
+    weights = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(4)]
+    optimizer = kind([{"params": weights[:3]}, {"params": weights[3:], "lr": 0.5}], lr=0.1)
+    if kind is torch.optim.SGD:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    groups = [*[optimizer.param_groups[0]] * 3, optimizer.param_groups[1]]
+    for _ in range(3):
+        each = [read_settings(optimizer, group, weight) for weight, group in zip(weights, groups, strict=True)]
+        assert read_many(optimizer, list(zip(weights, groups, strict=True))) == each
+        weights[1].grad = torch.ones(2, 2)  # the others have no velocity yet
+        optimizer.step()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Settings(NamedTuple):
 Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 """From a parameter group and the parameter's state just before the step to its settings."""
 
+_NOTHING: dict[str, Any] = {}
 _readers: dict[type[torch.optim.Optimizer], Reader] = {}
 _found: dict[tuple[type[torch.optim.Optimizer], Any], Reader | None] = {}
 
@@ -95,12 +96,13 @@ def _asgd(group: Mapping[str, Any], state: Mapping[str, Any]) -> Settings:
 
 def _reader(optimizer: torch.optim.Optimizer) -> Reader | None:
     kind = type(optimizer)
-    if (kind, kind.step) not in _found:
+    known = kind, kind.step
+    if known not in _found:
         step = inspect.unwrap(kind.step)
         # A subclass with a step of its own may do anything.
-        fits = (r for known, r in _readers.items() if issubclass(kind, known) and step is inspect.unwrap(known.step))
-        _found[kind, kind.step] = next(fits, None)
-    return _found[kind, kind.step]
+        fits = (r for of, r in _readers.items() if issubclass(kind, of) and step is inspect.unwrap(of.step))
+        _found[known] = next(fits, None)
+    return _found[known]
 
 
 def is_linear(optimizer: torch.optim.Optimizer) -> bool:
@@ -124,6 +126,23 @@ def read_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], pa
         return reader(group, state)
     decay = float(group.get("weight_decay") or 0.0)
     return Settings(lr=float(group.get("lr", float("nan"))), weight_decay=decay, flags=ACTIVE)
+
+
+def read_many(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Tensor, Mapping[str, Any]]]
+) -> list[Settings]:
+    """The settings of several parameters, each with its group: those of plain SGD are read once for a group."""
+    if _reader(optimizer) is not _sgd:
+        return [read_settings(optimizer, group, parameter) for parameter, group in parameters]
+    read: dict[tuple[int, bool], Settings] = {}
+    states, found = optimizer.state, []
+    for parameter, group in parameters:
+        state = states.get(parameter, _NOTHING)
+        alike = id(group), state.get("momentum_buffer") is None
+        if alike not in read:
+            read[alike] = _sgd(group, state)
+        found.append(read[alike])
+    return found
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:

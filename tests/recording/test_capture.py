@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -340,10 +341,10 @@ def test_a_disk_that_fails_is_told_and_training_goes_on(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     write = writer.write_tensors
 
-    def full(root: Path, file: str, tensors: object, paged: bool = False) -> object:
+    def full(root: Path, file: str, tensors: object, **options: Any) -> object:
         if file.endswith("000002.safetensors"):
             raise OSError(28, "No space left on device")
-        return write(root, file, tensors, paged)
+        return write(root, file, tensors, **options)
 
     monkeypatch.setattr(writer, "COMMIT_BYTES", 1)
     monkeypatch.setattr(writer, "write_tensors", full)

@@ -122,3 +122,16 @@ def test_without_numba_torch_does_the_work(
     messages = [record.getMessage() for record in caplog.records if record.name == "dualform"]
     assert len(messages) == told, "once, and only where numba is there"
     assert all(str(error) in message for message in messages)
+
+
+@pytest.mark.parametrize("steps, numbers", [(1, 1), (2, 7), (32, 3200)])
+def test_what_is_followed_is_the_plain_sum(steps: int, numbers: int) -> None:
+    loops = pytest.importorskip("dualform.recording.loops")
+    generator = np.random.default_rng(steps)
+    rows = generator.standard_normal((steps, numbers + 5), dtype=np.float32)[:, 2 : 2 + numbers]
+    factors = generator.standard_normal((2, steps))
+    moved, sizes = np.zeros((2, numbers)), np.empty(steps)
+    loops.follow(rows.ctypes.data, rows.strides[0], factors, moved, sizes)
+    wide = rows.astype(np.float64)
+    assert np.allclose(moved, factors @ wide, rtol=1e-12, atol=1e-13)
+    assert np.allclose(sizes, np.square(wide).sum(axis=1), rtol=1e-12)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.memory.blocksums import BlockSums
 from dualform.memory.disk import PAGE
 
 
@@ -34,12 +35,16 @@ class Shape:
 
 
 class Held(NamedTuple):
-    """Room for some rows in a stream, and its address; the tensor itself is made when it is asked for."""
+    """Room for some rows in a stream, its address, and where the sums of its blocks go (see BlockSums).
+
+    The tensor itself is made when it is asked for.
+    """
 
     place: Tensor
     start: int
     length: int
     address: int
+    sums: int
 
     @property
     def rows(self) -> Tensor:
@@ -53,8 +58,11 @@ class Arena:
     def __init__(self, shapes: Mapping[str, Shape], pinned: bool) -> None:
         self.pinned = pinned
         whole = _pages(sum(shape.bytes for shape in shapes.values()), pinned)
+        self.sums = BlockSums(whole.ctypes.data, len(whole))
         self._streams: dict[str, Tensor] = {}
         self._shapes, self._addresses = dict(shapes), dict.fromkeys(shapes, 0)
+        self._wanted: Sequence[tuple[str, Shape]] = ()
+        self._plan: list[tuple[str, Tensor, int, int, int, int]] | None = []
         at = 0
         for name, shape in shapes.items():
             part = torch.from_numpy(whole[at : at + shape.rows * shape.width * shape.dtype.itemsize])
@@ -67,23 +75,38 @@ class Arena:
         """Begin anew: what was held is on disk."""
         self._filled = dict.fromkeys(self._streams, 0)
         self.bytes = 0
+        self.sums.reset()
 
     def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
         """Room for some rows at the end of each of these streams; None where any of them has none."""
+        if wanted is not self._wanted:
+            self._wanted, self._plan = wanted, self._planned(wanted)
+        if self._plan is None:
+            return None
         held: list[Held] = []
         filled = dict(self._filled)  # a weight that is used twice has its stream twice
-        size = 0
-        for stream, shape in wanted:
-            start, room = filled.get(stream, 0), self._shapes.get(stream)
-            if room is None or start + shape.rows > room.rows or (room.width, room.dtype) != (shape.width, shape.dtype):
+        size, table = 0, self.sums.table
+        for stream, place, address, width, rows, room in self._plan:
+            start = filled[stream]
+            if start + rows > room:
                 return None
-            width = shape.width * shape.dtype.itemsize
-            held.append(Held(self._streams[stream], start, shape.rows, self._addresses[stream] + start * width))
-            filled[stream] = start + shape.rows
-            size += shape.rows * width
+            held.append(Held(place, start, rows, address + start * width, table))
+            filled[stream] = start + rows
+            size += rows * width
         self._filled = filled
         self.bytes += size
         return held
+
+    def _planned(self, wanted: Sequence[tuple[str, Shape]]) -> list[tuple[str, Tensor, int, int, int, int]] | None:
+        """What is the same every time these are wanted: stream, address, bytes of a row, rows wanted, rows at most."""
+        plan = []
+        for stream, shape in wanted:
+            room = self._shapes.get(stream)
+            if room is None or (room.width, room.dtype) != (shape.width, shape.dtype):
+                return None
+            width = shape.width * shape.dtype.itemsize
+            plan.append((stream, self._streams[stream], self._addresses[stream], width, shape.rows, room.rows))
+        return plan
 
     def hold(self, stream: str, rows: Tensor) -> Tensor | None:
         """Copy rows to the end of their stream; None where they do not fit there."""
@@ -142,11 +165,13 @@ class Staging:
         if self._side is not None:
             self._side.synchronize()
 
-    def turn(self) -> None:
-        """Fill the other arena from now on; what it held before must be written."""
-        if self._arenas:
-            self._arenas.reverse()
-            self._arenas[0].reset()
+    def turn(self) -> BlockSums | None:
+        """Fill the other arena from now on; what it held before must be written. The sums of the one to be written."""
+        if not self._arenas:
+            return None
+        self._arenas.reverse()
+        self._arenas[0].reset()
+        return self._arenas[1].sums
 
 
 def _pages(size: int, pinned: bool) -> np.ndarray:

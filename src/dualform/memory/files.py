@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from dualform.fast import load
+from dualform.memory.blocksums import BlockSums
 from dualform.memory.disk import PAGE, disk
 
 CHUNK = 1 << 20
@@ -58,8 +61,13 @@ def storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def checksums(pieces: Iterable[memoryview]) -> tuple[str, ...]:
-    """xxh3 of every 1 MB chunk of what these pieces are one after another."""
+def checksums(pieces: Iterable[memoryview], sums: BlockSums | None = None) -> tuple[str, ...]:
+    """xxh3 of every 1 MB chunk of what these pieces are one after another; `sums` may know a part of them."""
+    if sums is not None and sums.any and (loops := load("dualform.memory.xxh3")) is not None:
+        pieces = [piece for piece in pieces if len(piece)]
+        chunks = np.empty(sum(map(len, pieces)) // CHUNK, dtype=np.uint64)
+        loops.checksum_chunks(sums.pieces(pieces), chunks)
+        return (*(f"{chunk:016x}" for chunk in chunks.tolist()), *checksums(_from(pieces, CHUNK * len(chunks))))
     digest, filled = xxhash.xxh3_64(), 0
     done: list[str] = []
     for piece in pieces:
@@ -73,6 +81,13 @@ def checksums(pieces: Iterable[memoryview]) -> tuple[str, ...]:
                 digest.reset()
                 filled = 0
     return (*done, digest.hexdigest()) if filled else tuple(done)
+
+
+def _from(pieces: Iterable[memoryview], start: int) -> Iterator[memoryview]:
+    """What is left of pieces after so many bytes."""
+    for piece in pieces:
+        yield piece[start:]
+        start = max(start - len(piece), 0)
 
 
 def _encode(tensors: Tensors, metadata: Mapping[str, str], paged: bool) -> list[memoryview]:
@@ -125,10 +140,12 @@ def _spanned(run: Sequence[Tensor]) -> Tensor:
     return whole.set_(first.untyped_storage(), first.storage_offset(), (rows, *first.shape[1:]), first.stride())
 
 
-def write_tensors(root: Path, file: str, tensors: Tensors, paged: bool = False) -> FileRecord:
+def write_tensors(
+    root: Path, file: str, tensors: Tensors, paged: bool = False, sums: BlockSums | None = None
+) -> FileRecord:
     """Commit a safetensors file below `root`; the record belongs into the manifest."""
     pieces = _encode(tensors, {}, paged)
-    record = FileRecord(file, sum(len(piece) for piece in pieces), checksums(pieces))
+    record = FileRecord(file, sum(len(piece) for piece in pieces), checksums(pieces, sums))
     disk.commit(root / file, pieces, large=paged)
     return record
 

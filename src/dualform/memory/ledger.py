@@ -62,8 +62,9 @@ class Ledger:
         self._choose(sum(part.nbytes for part in keys))
         hashes = np.concatenate([self._hashes(part) for part in keys])
         known = (slots >= 0) & (self._number[slots] >= 0)
-        same = known & (self._hash[slots] == hashes).all(axis=1)
-        first = _first_of_equals(hashes, slots)  # an example may come twice
+        before = self._hash[slots]
+        same = known & (before[:, 0] == hashes[:, 0]) & (before[:, 1] == hashes[:, 1])
+        first = _first_of_equals(hashes, slots, len(self._number))  # an example may come twice
         new = ~same & (first == np.arange(len(slots)))
         numbers = np.where(same, self._number[slots], self.stored + np.cumsum(new) - 1)[first]
         self.stored += int(new.sum())
@@ -131,11 +132,14 @@ class Ledger:
         self._positions = positions
 
 
-def _first_of_equals(hashes: np.ndarray, slots: Numbers) -> Numbers:
-    """For each key the first one with the same slot and hash; itself where it has no slot."""
-    own = np.where(slots >= 0, slots, -1 - np.arange(len(slots)))
-    if len(np.unique(own)) == len(own):
-        return np.arange(len(own))
+def _first_of_equals(hashes: np.ndarray, slots: Numbers, most: int) -> Numbers:
+    """For each key the first one with the same slot and hash, of at most so many; itself where it has no slot."""
+    each = np.arange(len(slots))
+    last = np.empty(most, dtype=np.int64)  # only what is written is read
+    last[slots] = each
+    if ((last[slots] == each) | (slots < 0)).all():
+        return each
+    own = np.where(slots >= 0, slots, -1 - each)
     order = np.lexsort((hashes[:, 1], hashes[:, 0], own))
     columns = (own[order], hashes[order, 0], hashes[order, 1])
     begins = np.ones(len(order), dtype=bool)

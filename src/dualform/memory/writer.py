@@ -17,6 +17,7 @@ import torch
 
 from dualform.fast import work_alone
 from dualform.memory.arena import Shape, Staging
+from dualform.memory.blocksums import BlockSums
 from dualform.memory.directory import SEGMENT, next_segment
 from dualform.memory.files import FINAL, Tensors, write_tensors
 from dualform.memory.journal import Call, StepRow
@@ -108,10 +109,10 @@ class Writer:
         """Commit every step so far, with what `extra` says of the weights as they are now; durable after `wait`."""
         self._settle()
         gathered, self._gathered = self._gathered, _Gathered()
-        self._staging.turn()
+        sums = self._staging.turn()
         self._last_commit = time.monotonic()
         self._committed = self._steps
-        self._under_way = self._thread.submit(self._commit, gathered, extra, tuple(findings), tuple(told))
+        self._under_way = self._thread.submit(self._commit, gathered, extra, tuple(findings), tuple(told), sums)
         if wait:
             self._settle()
 
@@ -131,20 +132,27 @@ class Writer:
         self.waited += time.monotonic() - start
 
     def _commit(
-        self, gathered: _Gathered, extra: Tensors, findings: tuple[Finding, ...], told: tuple[str, ...]
+        self,
+        gathered: _Gathered,
+        extra: Tensors,
+        findings: tuple[Finding, ...],
+        told: tuple[str, ...],
+        sums: BlockSums | None,
     ) -> None:
         manifest = dataclasses.replace(self.manifest, findings=findings, told=told)
         if gathered.rows:
-            manifest = self._write_segment(manifest, gathered, extra)
+            manifest = self._write_segment(manifest, gathered, extra, sums)
         if manifest != self.manifest:
             write_manifest(self.path, manifest)
             self.manifest = manifest
 
-    def _write_segment(self, manifest: Manifest, gathered: _Gathered, extra: Tensors) -> Manifest:
+    def _write_segment(
+        self, manifest: Manifest, gathered: _Gathered, extra: Tensors, sums: BlockSums | None
+    ) -> Manifest:
         first, last = manifest.steps + 1, manifest.steps + len(gathered.rows)
         entries = [self._enter(at, gathered.calls.get(at, [])) for at in range(len(manifest.weights))]
         tensors = {**segment_tensors(gathered.rows, entries, first, manifest.every_step), **extra}
-        record = write_tensors(self.path, SEGMENT.format(self._number), tensors, paged=True)
+        record = write_tensors(self.path, SEGMENT.format(self._number), tensors, paged=True, sums=sums)
         self._number += 1
         before = manifest.segments[-1] if manifest.segments else None
         segment = SegmentRecord(

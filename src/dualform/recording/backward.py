@@ -23,12 +23,8 @@ class Known(NamedTuple):
     batch: Batch | None
 
 
-class Forward(NamedTuple):
-    """A call, with its input by reference."""
-
-    known: Known
-    stored: Tensor
-    version: int
+Forward = tuple[Known, Tensor, int]
+"""A call, its input by reference, and the version of that."""
 
 
 class Copied(NamedTuple):

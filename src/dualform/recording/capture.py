@@ -121,7 +121,7 @@ class Capture:
         if use.copy_at_forward:
             stored = stored.detach().clone()
         self._order += 1
-        forward = Forward(call, stored, stored._version)
+        forward = call, stored, stored._version
         _product(output).register_hook(partial(self.shield, self._saw_gradient, forward))
 
     def _saw_gradient(self, forward: Forward, gradient: Tensor) -> None:
@@ -148,7 +148,7 @@ class Capture:
         rows: list[tuple[Use, Tensor, Tensor]] = []
         for forward, gradient in backward.waiting:
             if not _is_wrapped(gradient):  # a vectorised Jacobian: nothing accumulates
-                calls.append(forward.known)
+                calls.append(forward[0])
                 rows.append(self._rows(forward, gradient))
         backward.waiting.clear()
         backward.bytes = 0
@@ -191,8 +191,8 @@ class Capture:
         return Arrived(call.order, call.use, keys, gradients, *numbers, call.fixed)
 
     def _rows(self, forward: Forward, gradient: Tensor) -> tuple[Use, Tensor, Tensor]:
-        use, stored = forward.known.use, forward.stored
-        if stored._version != forward.version and not use.copy_at_forward:
+        (_, use, *_), stored, version = forward
+        if stored._version != version and not use.copy_at_forward:
             use.copy_at_forward = True
             self._tell(
                 f"in-place {use.map}",
@@ -326,7 +326,7 @@ class Within:
         self._capture.batch = None
         self._capture.forget_unfinished()
         seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
-        if kind is None and seen and not any(run_plain(batch.fit, leading) for leading in seen):
+        if kind is None and seen and not any(map(batch.fit, seen)):
             raise BadIds(
                 f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
                 f"{list(seen[-1])}. Pass one id per row, one per example along dimension {batch.dim}, "

@@ -45,11 +45,12 @@ def read_ids(ids: Any, examples: int | None, slab: Slab) -> Int64[np.ndarray, ".
         raise BadIds(f"ids must be whole numbers, one for each example of the batch, not {ids!r}.") from None
     if tensor.numel() == 0:
         return np.zeros(tensor.shape, dtype=np.int64)
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise BadIds(f"ids must be whole numbers (int64); these are {tensor.dtype}. Convert them with .long().")
-    numbers = slab.empty(tuple(tensor.shape), np.int64)
-    np.copyto(numbers, tensor.detach().cpu().numpy())
-    high = int(numbers.view(np.uint64).max())  # a negative number is a large one here
+    kind = tensor.dtype
+    if kind is not torch.int64 and (kind.is_floating_point or kind.is_complex or kind is torch.bool):
+        raise BadIds(f"ids must be whole numbers (int64); these are {kind}. Convert them with .long().")
+    numbers = slab.empty(tensor.shape, np.int64)
+    np.copyto(numbers, tensor.numpy() if tensor.is_cpu else tensor.detach().cpu().numpy())
+    high = int(np.maximum.reduce(numbers.view(np.uint64), axis=None))  # a negative number is a large one here
     if high >= 1 << 63:
         raise BadIds(f"ids must be 0 or larger; the smallest of these is {int(numbers.min())}.")
     if examples is not None and high >= examples:

@@ -2,7 +2,7 @@
 
 A job is a row of the table: its kind, rows, width, outputs and parts; the addresses of the matrix or the keys, of the
 gradients, of the probe's columns, and where keys and gradients are copied to; where its result, its room to work in,
-what the events say and its sums are; a number to spare, and how many of its parts are done.
+the table of BlockSums for what is copied, and its sums are; a number to spare, and how many of its parts are done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dualform.fast import by_torch
 # Before the first job: the next part to take, how many jobs there are, and whether a sketch was not finite.
 HEAD, FIELDS = 3, 16
 JOBS, SPOILED = 1, 2
-MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, SUMS = 5, 6, 8, 9, 10, 11, 13
+MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, CHECKED, SUMS = 5, 6, 8, 9, 10, 11, 12, 13
 TAKE, PROJECT, PROJECT_WIDE, COPY, COMPARE = range(5)
 ROWS = 8192  # beyond so many, fp32 sums one after the other lose too much
 TAKEN, MULTIPLIED = 1 << 15, 1 << 16  # numbers of one part
@@ -65,13 +65,23 @@ def comparing(
     return [COMPARE, outputs, columns, 0, steps, *places]
 
 
-def run(jobs: list[int], loops: ModuleType) -> bool:
-    """Do all of these jobs, by torch's own threads; whether every sketch came out finite."""
-    table = array("q", (0, len(jobs) // FIELDS, 0, *jobs))
-    address, _ = table.buffer_info()
-    if not by_torch(loops.address, address):
-        loops.alone(address)
-    return not table[SPOILED]
+class Table:
+    """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later."""
+
+    def __init__(self, jobs: list[int]) -> None:
+        self.numbers = array("q", (0, len(jobs) // FIELDS, 0, *jobs))
+        self._address, _ = self.numbers.buffer_info()
+        self._done = range(HEAD + FIELDS - 1, len(self.numbers), FIELDS)
+
+    def run(self, loops: ModuleType) -> bool:
+        """Do all of these jobs, by torch's own threads; whether every sketch came out finite."""
+        numbers = self.numbers
+        numbers[0] = numbers[SPOILED] = 0
+        for at in self._done:
+            numbers[at] = 0
+        if not by_torch(loops.address, self._address):
+            loops.alone(self._address)
+        return not numbers[SPOILED]
 
 
 def fits(matrix: Tensor) -> bool:

@@ -21,15 +21,18 @@ from torch import Tensor
 from dualform.memory.arena import Held, Shape
 from dualform.memory.slab import pages
 from dualform.recording.jobs import (
+    CHECKED,
     FIELDS,
     GRADIENTS,
     GRADIENTS_TO,
+    HEAD,
     KEYS_TO,
     MATRIX,
     RESULT,
     ROOM,
     ROWS,
     SUMS,
+    Table,
     copying,
     fits,
     projecting,
@@ -116,7 +119,7 @@ class Taking:
         self._swift, self.values = swift, values
         self.calls = [(use, keys.shape, gradients.shape) for use, keys, gradients in rows]
         self._wanted: list[tuple[str, Shape]] = []
-        self._jobs: list[int] = []
+        jobs: list[int] = []
         room = 0
         for use, keys, gradients in rows:
             columns = use.weight.columns(torch.float32, torch.device("cpu"))
@@ -124,13 +127,14 @@ class Taking:
             job = taking(events, width, outputs, columns)
             job[ROOM] = 8 * room
             room += room_of(job)
-            self._jobs += job
+            jobs += job
             self._wanted.append((use.streams[0], Shape(events, width, torch.float32)))
             if values:
                 self._wanted.append((use.streams[1], Shape(events, outputs, torch.float32)))
         self._room = torch.empty(room, dtype=torch.float64)
-        for at in range(0, len(self._jobs), FIELDS):
-            self._jobs[at + ROOM] += self._room.data_ptr()
+        for at in range(0, len(jobs), FIELDS):
+            jobs[at + ROOM] += self._room.data_ptr()
+        self._jobs = Table(jobs)
         # Of every call two sizes in fp64, then of every call its sketch.
         self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, _, shape in self.calls)]).tolist()
         self.ring = Ring(self.at[-1])
@@ -156,15 +160,16 @@ class Taking:
         if held is None:
             return None
         row, start = self.ring.next()
-        jobs, each = self._jobs, iter(held)
-        for number, (_, keys, gradients) in enumerate(rows):
-            at = number * FIELDS
-            jobs[at + MATRIX], jobs[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
-            jobs[at + KEYS_TO] = next(each).address
+        numbers, each, at, sums = self._jobs.numbers, iter(held), HEAD, start
+        for (_, keys, gradients), result in zip(rows, self.at, strict=False):
+            numbers[at + MATRIX], numbers[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
+            to = next(each)
+            numbers[at + KEYS_TO], numbers[at + CHECKED] = to.address, to.sums
             if self.values:
-                jobs[at + GRADIENTS_TO] = next(each).address
-            jobs[at + RESULT], jobs[at + SUMS] = start + 4 * self.at[number], start + 16 * number
-        return Taken(held, self.ring.results, row), self._swift.run(jobs)
+                numbers[at + GRADIENTS_TO] = next(each).address
+            numbers[at + RESULT], numbers[at + SUMS] = start + 4 * result, sums
+            at, sums = at + FIELDS, sums + 16
+        return Taken(held, self.ring.results, row), self._swift.run(self._jobs)
 
     def tell(self, taken: Taken, arrived: Sequence[Arrived]) -> None:
         """Say of every call where its rows are, what their sketch is, and how large their terms are."""
@@ -184,25 +189,26 @@ class Sketching:
 
     def __init__(self, targets: Sequence[Target], swift: Swift) -> None:
         self.targets, self._swift = targets, swift
-        self._jobs: list[int] = []
+        jobs: list[int] = []
         sizes = []
         for target in targets:
             parameter = target.parameter.detach()
             if target.projection is None:
-                self._jobs += copying(parameter)
+                jobs += copying(parameter)
                 sizes.append(parameter.numel())
             else:
-                self._jobs += projecting(parameter, target.columns(torch.float32, torch.device("cpu")))
+                jobs += projecting(parameter, target.columns(torch.float32, torch.device("cpu")))
                 sizes.append(4 * len(parameter))
+        self._jobs = Table(jobs)
         self.at: list[int] = np.cumsum([0, *sizes]).tolist()
         self.ring = Ring(self.at[-1])
 
     def sketch(self, gradients: Sequence[Tensor]) -> Sketched:
         """The sketches of all gradients, one after the other."""
         row, start = self.ring.next()
-        jobs = self._jobs
-        for number, gradient in enumerate(gradients):
-            at = number * FIELDS
-            jobs[at + MATRIX], jobs[at + RESULT] = gradient.data_ptr(), start + 4 * self.at[number]
-        self._swift.run(jobs)
+        numbers, at = self._jobs.numbers, HEAD
+        for gradient, result in zip(gradients, self.at, strict=False):
+            numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
+            at += FIELDS
+        self._swift.run(self._jobs)
         return Sketched(self, self.ring.results, row)

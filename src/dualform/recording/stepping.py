@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.memory import Call, Finding, PassRow, StepRow
 from dualform.memory.files import bytes_hash
 from dualform.memory.slab import Slab
-from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_settings
+from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_many
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
 from dualform.recording.jobs import fits
@@ -50,7 +50,7 @@ class Stepping:
         self._targets, self._optimizers = targets, optimizers
         self._tell, self._capture = tell, capture
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
-        self._groups: dict[int, tuple[list[tuple[int, int]], list[tuple[Target, Mapping[str, Any]]]]] = {}
+        self._groups: dict[int, tuple[list[list[int]], list[tuple[Target, Mapping[str, Any]]]]] = {}
         self._owner: dict[Target, int] = {}
         self._draft: Step | None = None
         self._pending: list[Step] = []
@@ -104,7 +104,7 @@ class Stepping:
     def _owned(self, index: int) -> list[tuple[Target, Mapping[str, Any]]]:
         """The recorded parameters of an optimiser, with their groups."""
         groups = self._optimizers[index].param_groups
-        now = [(id(parameter), id(group)) for group in groups for parameter in group["params"]]
+        now = [[id(group), *map(id, group["params"])] for group in groups]
         before, owned = self._groups.get(index, ([], []))
         if now != before:
             owned = [
@@ -127,21 +127,25 @@ class Stepping:
         unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         linear = is_linear(optimizer)
         within = self._capture.within_backward  # an optimiser that steps as soon as a gradient is there
-        seen: list[tuple[Target, Settings | None]] = []
+        owned, watches = self._owned(index), self._watches
+        moving: list[tuple[Tensor, Mapping[str, Any]]] = []
         gradients: list[Tensor] = []
-        for target, group in self._owned(index):
+        idle: set[Target] = set()
+        for target, group in owned:
             parameter = target.parameter
-            if linear and parameter._version != self._watches[target].version:
+            if linear and parameter._version != watches[target].version:
                 self.flush()
                 self._check(target, self.steps + 1)
             gradient = parameter.grad
             if within and gradient is not None:
                 self._capture.settle(target)
             if gradient is None or skipped:
-                seen.append((target, None))
+                idle.add(target)
             else:
-                seen.append((target, read_settings(optimizer, group, parameter)))
+                moving.append((parameter, group))
                 gradients.append(gradient)
+        settings = iter(read_many(optimizer, moving))
+        seen = [(target, None if target in idle else next(settings)) for target, _ in owned]
         unmade = [] if self._draft is None else self._draft.backwards  # of a step that failed
         backwards = [*unmade, *self._capture.ended_since()]
         step = self._draft = Step(index, seen, self._sketched(seen, gradients), backwards, unscale)

@@ -22,7 +22,7 @@ from dualform.optimizers import COLUMNS, Settings
 from dualform.recording.backward import Copied, Known
 from dualform.recording.everyday import everyday_stretch
 from dualform.recording.ids import Numbers
-from dualform.recording.jobs import comparing
+from dualform.recording.jobs import Table, comparing
 from dualform.recording.reading import Step
 from dualform.recording.routine import Sketched
 from dualform.recording.swift import Swift
@@ -95,7 +95,7 @@ class Stretch:
                 (of_events + 4 * taking.at[call], wide),
                 (to + 24 * at, sums.strides[0]),
             )
-        swift.run(jobs)
+        swift.run(Table(jobs))
         with np.errstate(all="ignore"):
             return everyday_stretch(sums)
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.fast import load
-from dualform.recording.jobs import RESULT, fits, projecting, run
+from dualform.recording.jobs import RESULT, Table, fits, projecting
 
 PAYS = 1 << 26  # numbers that a run has sketched by torch, after which loading the loops pays
 
@@ -32,10 +32,10 @@ class Swift:
             self._tried = True
             self.loops = load("dualform.recording.loops")
 
-    def run(self, jobs: list[int]) -> bool:
+    def run(self, jobs: Table) -> bool:
         """Do these jobs; whether every sketch came out finite."""
         assert self.loops is not None
-        return run(jobs, self.loops)
+        return jobs.run(self.loops)
 
     def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
         """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""
@@ -44,5 +44,5 @@ class Swift:
         result = torch.empty(len(rows), len(columns), dtype=columns.dtype)
         job = projecting(rows, columns)
         job[RESULT] = result.data_ptr()
-        self.run(job)
+        self.run(Table(job))
         return result

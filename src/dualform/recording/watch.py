@@ -77,14 +77,23 @@ class Watch:
         if not self._settings:
             return self._weight, self._velocity, 0.0
         state, factors = _sweep(tuple(self._settings))
-        gradients = np.concatenate(self._gradients, dtype=np.float64)
-        moved = factors @ gradients
+        moved, sizes = self._moved(factors)
         # Factors of zero must not meet infinities.
         start = [
             sum(c * s for c, s in zip(row, (self._weight, self._velocity), strict=True) if c != 0) for row in state
         ]
-        swing = float((np.abs(factors[0]) * np.sqrt(np.einsum("ij,ij->i", gradients, gradients))).max())
+        swing = float((np.abs(factors[0]) * np.sqrt(sizes)).max())
         return moved[0] + start[0], moved[1] + start[1], swing
+
+    def _moved(self, factors: Float64[np.ndarray, "2 steps"]) -> tuple[Float64[np.ndarray, "2 _"], Vector]:
+        """The gradients, with these factors, summed over the steps; and the square of the size of each."""
+        loops, first = self._target.swift.loops, self._gradients[0]
+        if loops is None or len(self._gradients) > 1 or first.dtype != np.float32 or first.strides[1] != 4:
+            gradients = np.concatenate(self._gradients, dtype=np.float64)
+            return factors @ gradients, np.einsum("ij,ij->i", gradients, gradients)
+        moved, sizes = np.zeros((2, first.shape[1])), np.empty(len(first))
+        loops.follow(first.ctypes.data, first.strides[0], factors, moved, sizes)
+        return moved, sizes
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,0 +1,97 @@
+"""Checksums by a compiled loop: those of the xxhash package, whatever was summed before, and wherever pieces meet."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import dualform
+from dualform.memory.blocksums import BLOCK, BlockSums
+from dualform.memory.files import CHUNK, checksums
+from dualform.recording import swift
+
+xxh3 = pytest.importorskip("dualform.memory.xxh3")
+
+
+def plainly(content: bytes) -> tuple[str, ...]:
+    return tuple(xxhash.xxh3_64_hexdigest(content[at : at + CHUNK]) for at in range(0, len(content), CHUNK))
+
+
+def arena(size: int, seed: int) -> tuple[np.ndarray, BlockSums]:
+    """Random bytes that begin at a whole page, and room for their sums."""
+    whole = np.random.default_rng(seed).integers(0, 256, size + 4096, dtype=np.uint8)
+    start = -whole.ctypes.data % 4096
+    part = whole[start : start + size]
+    return part, BlockSums(part.ctypes.data, size)
+
+
+def summed(sums: BlockSums, rows: np.ndarray, start: int, stop: int) -> None:
+    """Have a copy of some of the bytes summed, as if they were copied to where they are."""
+    source = rows[start:stop].copy()
+    xxh3.sum_blocks(source.ctypes.data, rows.ctypes.data + start, len(source), sums.table)
+
+
+@given(
+    length=st.integers(CHUNK, 3 * CHUNK),
+    before=st.sampled_from([0, 1, 100, BLOCK, 4096, CHUNK - 1, CHUNK]),
+    after=st.sampled_from([0, 1, 5, 500, BLOCK, CHUNK]),
+    cuts=st.lists(st.integers(0, CHUNK), max_size=4),
+    parts=st.lists(st.tuples(st.integers(0, 3 * CHUNK), st.integers(0, CHUNK)), min_size=1, max_size=4),
+)
+def test_checksums_are_those_of_the_package(
+    length: int, before: int, after: int, cuts: list[int], parts: list[tuple[int, int]]
+) -> None:
+    rows, sums = arena(3 * CHUNK, 0)
+    for start, size in parts:
+        summed(sums, rows, start, min(start + size, len(rows)))
+    edges = [0, *sorted(cuts), length]
+    inner = [rows[start:stop].data for start, stop in itertools.pairwise(edges)]
+    outer = [memoryview(np.random.default_rng(size).bytes(size)) for size in (before, after)]
+    pieces = [outer[0], *inner, outer[1]]
+    assert checksums(pieces, sums) == plainly(b"".join(map(bytes, pieces)))
+
+
+def test_only_what_was_summed_is_believed() -> None:
+    rows, sums = arena(2 * CHUNK, 1)
+    summed(sums, rows, 0, CHUNK)
+    rows[5] += 1  # behind the back of the sums
+    rows[CHUNK + 5] += 1
+    whole = bytes(rows)
+    assert checksums([rows.data], sums)[0] != plainly(whole)[0]
+    assert checksums([rows.data], sums)[1] == plainly(whole)[1]
+    sums.reset()
+    assert checksums([rows.data], sums) == plainly(whole)
+
+
+@pytest.mark.parametrize("keep", ["all", "keys"])
+def test_a_recording_sums_what_it_copies(keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swift, "PAYS", 0)
+    monkeypatch.setattr("dualform.memory.writer.COMMIT_BYTES", 3 << 20)
+    believed = []
+    compute = xxh3.checksum_chunks
+
+    def counted(pieces: np.ndarray, result: np.ndarray) -> None:
+        believed.append(np.count_nonzero(pieces[:, 2]))
+        compute(pieces, result)
+
+    monkeypatch.setattr(xxh3, "checksum_chunks", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 47), nn.ReLU(), nn.Linear(47, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, tmp_path / "run", keep=keep, on_error="raise") as recorder:
+        for _ in range(120):
+            ids = torch.randint(1000, (301,))
+            with recorder.batch(ids):
+                model(torch.randn(301, 33)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(believed) > 1 and max(believed) > 0
+    for segment in dualform.open(tmp_path / "run").manifest.segments:
+        content = (tmp_path / "run" / segment.file.file).read_bytes()
+        assert segment.file.checksums == plainly(content)
