@@ -1,5 +1,6 @@
 """The threads of the compiled loops, and torch's own beside them."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -96,3 +97,16 @@ def test_torch_makes_no_threads_of_its_own_meanwhile() -> None:
     free = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", THREADS], env=free, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["0 1 3", "True 3", "True"]
+
+
+def test_products_are_in_full_precision_meanwhile() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with contextlib.suppress(KeyError), fast.in_full_precision():
+                assert torch.get_float32_matmul_precision() == "highest"
+                raise KeyError
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

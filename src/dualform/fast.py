@@ -125,6 +125,20 @@ def alone() -> Iterator[None]:
         _limit(before, own)
 
 
+@contextlib.contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Have torch form products in fp32 as such meanwhile, and not in fewer bits as a program may have asked it to."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @functools.cache
 def _openmp(name: str) -> Callable[[int], int] | None:
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):

@@ -214,3 +214,17 @@ def test_all_groups_are_scanned_at_once(order: str, tmp_path: Path, monkeypatch:
     assert attention.top(7, within="label", order=order).explain().startswith("flat scan, 900 rows bounded")
     monkeypatch.setattr(best, "MANY", 0)
     assert "shadow" in attention.top(7, within="label", order=order).explain()
+
+
+@pytest.mark.parametrize("size", [1e34, 3e35, 9.9e35])
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_keys_so_large_that_products_before_their_units_would_overflow(
+    size: float, order: str, wanted: bool, tmp_path: Path
+) -> None:
+    keys, asked = (torch.nn.functional.normalize(rows_of("gaussian", count, 64, count) + 2) for count in (900, 20))
+    record(tmp_path / "run", keys * size)
+    attention = dualform.open(tmp_path / "run").attend(None, {"": asked})[""]
+    with mock.patch.object(Search, "run", return_value=False), whole_numbers(wanted):
+        assert same(attention, 7, order)
+        assert attention.top(7, order=order).explain().startswith("flat scan")

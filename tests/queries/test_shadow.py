@@ -1,5 +1,6 @@
 """The certified shadow: its bounds hold, and what it finds is what a scan of every event finds."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search
 from dualform.queries.selection import Grouping
 from dualform.queries.shadow import SLACK, Asked, Shadow, build
+from dualform.queries.sieve import Sieve
 from dualform.queries.spotlight import Attention
 from dualform.queries.views import View
 
@@ -277,6 +279,10 @@ def test_keys_that_are_not_finite_are_set_apart(tmp_path: Path) -> None:
         for order in ("largest", "smallest", "absolute"):
             assert same(attention, 7, order)
             assert same(attention, 3, order, Grouping.by(memory, "label"))
+    with mock.patch.object(Search, "run", return_value=False):
+        for order in ("largest", "smallest", "absolute"):
+            assert same(attention, 7, order)
+            assert attention.top(7, order=order).explain().startswith("flat scan")
 
 
 @hypothesis.given(
@@ -543,13 +549,24 @@ def test_a_scan_that_leaves_too_much_is_given_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(flat, "MANY_LEFT", 1000)
     monkeypatch.setattr(flat, "LEAST", 128)
     monkeypatch.setattr(flat, "MOST", 128)
-    scans = []
-    whole = flat.scan
+    scans, taken = [], []
+    whole, take = flat.scan, Sieve.take
 
     def counted(*arguments):
         scans.append(whole(*arguments))
+        taken.append(None)
         return scans[-1]
 
-    with mock.patch.object(Search, "_worth", return_value=0), mock.patch.object(weighing, "scan", counted):
+    def noted(*arguments):
+        taken.append(take(*arguments))
+        return taken[-1]
+
+    with (
+        mock.patch.object(Search, "_worth", return_value=0),
+        mock.patch.object(weighing, "scan", counted),
+        mock.patch.object(Sieve, "take", noted),
+    ):
         assert same(attention, 7, "largest")
     assert scans == [False, True] * 2
+    # After the first refusal nothing more is taken in.
+    assert [after for before, after in itertools.pairwise(taken) if before is False] == [None, None]

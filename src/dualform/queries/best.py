@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from dualform.fast import alone, compiled
+from dualform.fast import alone, compiled, in_full_precision
 from dualform.memory import StoredMemory
 from dualform.queries.found import Found
 from dualform.queries.index import Index, index_of
@@ -64,6 +64,20 @@ def best_events(
     grouping: Grouping | None = None,
 ) -> Best | None:
     """The k best events, of every group where there is a grouping; None where a scan has to answer."""
+    with in_full_precision():
+        return _best_events(memory, weight, until, selection, scorer, k, order, grouping)
+
+
+def _best_events(
+    memory: StoredMemory,
+    weight: int,
+    until: int,
+    selection: Selection,
+    scorer: Scorer,
+    k: int,
+    order: str,
+    grouping: Grouping | None,
+) -> Best | None:
     index = index_of(memory)
     table = index.table(weight)
     chosen = _chosen(memory, table, until, selection)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.fast import compiled
 from dualform.queries import whole
-from dualform.queries.flat import at_a_time
+from dualform.queries.flat import RANGE, at_a_time
 from dualform.queries.shadow import Rows, widened
 from dualform.queries.sieve import Tile
 from dualform.queries.whole import Bytes
@@ -73,9 +73,11 @@ class Coarse:
 
     def tile(self, queries: Float64[Tensor, "queries dim_in"], norms: Float32[Tensor, " all_keys"]) -> Tile:
         """All of them for a flat scan; `norms` are not below those of all keys of the memory."""
-        rows, dim_in, count = at_a_time(len(queries)), self.bytes.shape[1], len(queries)
-        here = norms[self.first : self.first + len(self.bytes)]
-        if whole.suits(rows, dim_in, count):
+        count, dim_in = queries.shape
+        rows, here = at_a_time(count, dim_in), norms[self.first : self.first + len(self.bytes)]
+        # Before its unit a product is up to 127 √d times the key's norm, and must not overflow in fp32.
+        largest = float(here.where(here.isfinite(), 0.0).max()) if len(here) else 0.0
+        if largest * 127 * dim_in**0.5 < RANGE and whole.suits(rows, dim_in, count):
             asked = Bytes.of(queries)
 
             def fill_whole(piece: slice, values: Tensor) -> None:

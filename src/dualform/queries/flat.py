@@ -5,6 +5,7 @@ For keys that no bound tells apart. The error of a product is inside the compari
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -18,16 +19,18 @@ from dualform.queries.search import Exact
 from dualform.queries.sieve import Left, Sieve, Tile, Wanted, all_left
 
 PIECE = 1 << 18  # products that a thread computes at a time, few enough to stay in its cache
-LEAST, MOST = 256, 8192  # rows of them
+WIDE = 1 << 23  # numbers of keys at a time
+LEAST, MOST = 256, 8192  # keys at a time
 MANY_LEFT = 1 << 20  # pairs that are held before those that are ruled out meanwhile are let go, and half of them left
 RANGE = 1e36  # products up to here are far from overflow in fp32, and sums of them too
 
 Keys = Iterator[tuple[int, Float[Tensor, "rows dim_in"]]]  # the number of the first key, and the keys from there on
 
 
-def at_a_time(queries: int) -> int:
+def at_a_time(queries: int, dim_in: int) -> int:
     """How many keys a thread multiplies with so many queries at a time: a power of two."""
-    return min(max(1 << ((PIECE // queries).bit_length() - 1), LEAST), MOST) if queries <= PIECE else LEAST
+    most = min(PIECE // max(queries, 1), WIDE // max(dim_in, 1), MOST)
+    return max(1 << max(most.bit_length() - 1, 0), LEAST)
 
 
 def scan(
@@ -82,23 +85,29 @@ def scan(
 def _left(wanted: Wanted, tiles: Iterable[Tile], keys: int) -> Left | None:
     """The pairs that may be among the best; None where these are too many."""
     fast, most = compiled(keys * len(wanted)), MANY_LEFT + 2 * wanted.k * len(wanted.thresholds)
-    rows = at_a_time(len(wanted))
+    rows = at_a_time(*wanted.queries.shape)
     sieves = [Sieve(wanted, most, fast)]
-    idle = list(sieves)
+    idle, refused = list(sieves), threading.Event()
     for tile in tiles:
 
-        def some(piece: slice, tile: Tile = tile) -> bool:
+        def some(piece: slice, tile: Tile = tile) -> None:
+            if refused.is_set():
+                return
             try:
                 sieve = idle.pop()
             except IndexError:
                 sieves.append(sieve := Sieve(wanted, most, fast))
-            fits = sieve.take(tile, piece)
+            if not sieve.take(tile, piece):
+                refused.set()
             idle.append(sieve)
-            return fits
 
         pieces = [slice(at, min(at + rows, len(tile))) for at in range(0, len(tile), rows)]
-        # Without the loops torch's own threads do the work.
-        if not all(map(some, pieces) if fast is None else spread(some, pieces)):
+        if fast is None:  # torch's own threads do the work
+            for piece in pieces:
+                some(piece)
+        else:
+            spread(some, pieces)
+        if refused.is_set():
             return None
     return all_left(sieves)
 

@@ -1,4 +1,4 @@
-"""Pairs of a row and a query: which of them lie above a threshold, and their products.
+"""Pairs of a row and a query: their products, and their order.
 
 With numba (the extra `fast`) each is one pass over the data; without it, torch does the same in several.
 """
