@@ -549,6 +549,8 @@ def test_a_scan_that_leaves_too_much_is_given_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(flat, "MANY_LEFT", 1000)
     monkeypatch.setattr(flat, "LEAST", 128)
     monkeypatch.setattr(flat, "MOST", 128)
+    # One after the other: a second thread may have begun a piece before the first one's refusal.
+    monkeypatch.setattr(flat, "spread", lambda work, pieces: [work(piece) for piece in pieces])
     scans, taken = [], []
     whole, take = flat.scan, Sieve.take
 
