@@ -70,8 +70,9 @@ def in_parts(loop: Callable[..., T], parts: int, *arguments: Any, short: bool = 
 
     A `short` one shares the cores with torch's idle threads.
     """
-    helpers = max(min(parts, threads()), 1) - 1
-    parts = min(parts, TURNS * (helpers + 1)) if helpers else 1
+    if parts <= 1 or threads() == 1:
+        return [loop(*arguments, 0, 1)]
+    parts = min(parts, TURNS * min(parts, threads()))
     return spread(lambda part: loop(*arguments, part, parts), range(parts), short)
 
 

@@ -81,9 +81,10 @@ def bounds_of(shadow: Shadow, units: Tensor) -> list[Tensor]:
     head, coarse = torch.zeros(len(shadow), len(units)), []
     for level, with_ in zip(shadow.levels, asked.levels, strict=True):
         rows = level.transpose(1, 2).flatten(0, 1)[: len(shadow)]
-        head = head + rows[:, :-1] @ with_[:, :-1].T
-        coarse.append(head + rows[:, -1:] * with_[:, -1] + slack)
-    return [*coarse, shadow.fine @ asked.fine.T]
+        factors = torch.from_numpy(with_)
+        head = head + rows[:, :-1] @ factors[:, :-1].T
+        coarse.append(head + rows[:, -1:] * factors[:, -1] + slack)
+    return [*coarse, shadow.fine @ torch.from_numpy(asked.fine).T]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,7 +166,7 @@ def loops(module: ModuleType | None) -> Iterator[None]:
 def same(attention, k: int, order: str, grouping: Grouping | None = None) -> bool:
     """The index and the scan say the same, bit for bit; whether the index answered."""
     focus, scorer = attention._focus, attention._scorer
-    if not suits(focus.memory, focus.weight, focus.queries, k):
+    if not suits(focus.memory, focus.weight, k):
         return False
     question = (focus.memory, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
     with loops(None):
@@ -430,7 +431,7 @@ def test_keys_at_hand_stay_what_they_are_while_others_come_and_go(tmp_path: Path
     memory = dualform.open(tmp_path / "run")
     hot = HotKeys(memory, 0, torch.linalg.vector_norm(keys, dim=1), 0)  # room for few
     hot.fix(torch.arange(40), keys[:40])
-    held, slots = hot.at_hand()
+    held, slots = map(torch.from_numpy, hot.at_hand())
 
     def sound() -> bool:
         there = ((slots >= 0) & (slots < len(held))).nonzero()[:, 0]
@@ -439,7 +440,7 @@ def test_keys_at_hand_stay_what_they_are_while_others_come_and_go(tmp_path: Path
     for start in range(40, 3000, 90):  # more than there is room for: what was read goes, and other keys take its place
         assert hot.get(torch.arange(start, min(start + 90, 3000))) is not None
         assert sound()
-    now, places = hot.at_hand()
+    now, places = map(torch.from_numpy, hot.at_hand())
     there = (places >= 0).nonzero()[:, 0]
     assert now.data_ptr() != held.data_ptr() and now[places[there].long()].equal(keys[there])
     assert hot.complete

@@ -1,6 +1,6 @@
 """The loops that numba compiles: each number is read once. Threads take parts of a loop, without the GIL."""
 
-from dualform.compiled.asking import ask, norms
+from dualform.compiled.asking import ask, norms, project
 from dualform.compiled.bytewise import byte_products
 from dualform.compiled.cascading import cascade
 from dualform.compiled.pairs import products, read_rows, rounded
@@ -14,6 +14,7 @@ __all__ = [
     "norms",
     "pick",
     "products",
+    "project",
     "read_rows",
     "rounded",
     "sift",

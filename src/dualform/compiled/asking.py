@@ -11,6 +11,18 @@ Array = np.ndarray[Any, Any]
 WIDTH0, WIDTH1, WIDTH2 = (stop - start for start, stop in SPANS)
 
 
+@numba.njit(cache=True, nogil=True, fastmath={"contract"})
+@no_type_check
+def project(queries: Array, basis: Array, heads: Array) -> None:
+    """Add the products of queries with the columns of a basis, in fp64."""
+    for query in range(len(queries)):
+        head = heads[query]
+        for row in range(len(basis)):
+            value = np.float64(queries[query, row])
+            for column in range(len(head)):
+                head[column] += value * basis[row, column]
+
+
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def ask(

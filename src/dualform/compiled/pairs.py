@@ -6,6 +6,8 @@ import numba
 import numpy as np
 from numba import types
 
+from dualform.compiled.nearby import wide_product
+
 Array = np.ndarray[Any, Any]
 
 
@@ -26,32 +28,27 @@ def read_rows(descriptor: int, places: Array, rows: Array, part: int, parts: int
     return False
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@numba.njit(cache=True, nogil=True)
 @no_type_check
 def products(rows: Array, queries: Array, at_row: Array, at_query: Array, result: Array, part: int, parts: int) -> None:
     """The product of every pair of one part, summed in fp64."""
-    width = rows.shape[1]
     pairs = len(at_row)
     for pair in range(pairs * part // parts, pairs * (part + 1) // parts):
-        row = rows[at_row[pair]]
-        query = queries[at_query[pair]]
-        total = 0.0
-        for at in range(width):
-            total += np.float64(row[at]) * np.float64(query[at])
-        result[pair] = total
+        result[pair] = wide_product(rows, at_row[pair], queries, at_query[pair])
 
 
 @numba.njit(cache=True, nogil=True)
 @no_type_check
 def rounded(
-    near: Array, row_norms: Array, query_norms: Array, at_row: Array, at_query: Array, error: float, tiny: float,
-    result: Array, unsure: Array,
+    rows: Array, queries: Array, at_row: Array, at_query: Array, row_norms: Array, query_norms: Array, error: float,
+    tiny: float, result: Array, unsure: Array, part: int, parts: int,
 ) -> int:  # fmt: skip
-    """Products rounded to fp32, and which of them an error of that size could round otherwise; how many."""
-    count = 0
-    for pair in range(len(near)):
-        value = near[pair] + 0.0
-        wide = error * query_norms[at_query[pair]] * row_norms[at_row[pair]] + tiny
+    """The same rounded to fp32, and which of them an error of that size could round otherwise; how many."""
+    count, pairs = 0, len(at_row)
+    for pair in range(pairs * part // parts, pairs * (part + 1) // parts):
+        row, query = at_row[pair], at_query[pair]
+        value = wide_product(rows, row, queries, query) + 0.0  # a sum of zeros is +0
+        wide = error * query_norms[query] * row_norms[row] + tiny
         result[pair] = value
         other = np.float32(value - wide) != np.float32(value + wide) or not np.isfinite(value)
         unsure[pair] = other

@@ -163,7 +163,11 @@ class Manifest:
 
     def events(self, weight: int) -> int:
         """How many events of a weight are committed."""
-        return sum(segment.events[weight] for segment in self.segments)
+        return self._events[weight]
+
+    @cached_property
+    def _events(self) -> tuple[int, ...]:
+        return tuple(sum(segment.events[weight] for segment in self.segments) for weight in range(len(self.weights)))
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:

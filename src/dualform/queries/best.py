@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.fast import alone, compiled, in_full_precision
@@ -78,6 +79,9 @@ def _best_events(
     order: str,
     grouping: Grouping | None,
 ) -> Best | None:
+    norms = row_norms(scorer.queries)
+    if not tame(norms):
+        return None
     index = index_of(memory)
     table = index.table(weight)
     chosen = _chosen(memory, table, until, selection)
@@ -87,8 +91,8 @@ def _best_events(
         codes = codes if chosen is None else torch.where(chosen, codes, -1)
         parts = [codes == group for group in range(len(grouping.groups))]
     if isinstance(scorer, DirectionScorer) and len(scorer.directions) > 1:
-        return _each_direction(memory, index, weight, until, scorer, parts, k, order, grouping is not None)
-    weighing = _weighing(memory, index, weight, until, scorer, order)
+        return _each_direction(memory, index, weight, until, scorer, norms, parts, k, order, grouping is not None)
+    weighing = _weighing(memory, index, weight, until, scorer, norms, order)
     if weighing is None:
         return None
     if grouping is not None and isinstance(weighing, ByScore):
@@ -98,17 +102,17 @@ def _best_events(
     return _all_parts(weighing, table, parts, scorer.queries, k, order, grouping is not None)
 
 
-def suits(memory: StoredMemory, weight: int, queries: Float[Tensor, "queries dim_in"], k: int) -> bool:
+def suits(memory: StoredMemory, weight: int, k: int) -> bool:
     """Whether a question is one for the index."""
     keys = index_of(memory).keys(weight)
     fits = memory.manifest.events(weight) * BYTES <= memory.resident // 4
-    return fits and keys >= FEW and 16 * k <= keys and tame(queries)
+    return fits and keys >= FEW and 16 * k <= keys
 
 
-def tame(queries: Float[Tensor, "queries dim_in"]) -> bool:
+def tame(norms: Float64[Tensor, " queries"]) -> bool:
     """Whether there are queries, none of them zero, which ties everywhere, or out of the range of bounds."""
-    norms = row_norms(queries).detach().numpy()
-    return len(norms) > 0 and bool(norms.min() > 1e-100 and norms.max() < 1e100)
+    sizes = norms.detach().numpy()
+    return len(sizes) > 0 and bool(sizes.min() > 1e-100 and sizes.max() < 1e100)
 
 
 def _chosen(memory: StoredMemory, table: Table, until: int, selection: Selection) -> Events:
@@ -121,14 +125,15 @@ def _chosen(memory: StoredMemory, table: Table, until: int, selection: Selection
 
 
 def _weighing(
-    memory: StoredMemory, index: Index, weight: int, until: int, scorer: Scorer, order: str
+    memory: StoredMemory, index: Index, weight: int, until: int, scorer: Scorer, norms: Tensor, order: str
 ) -> Weighing | None:
+    by_score = ByScore(memory, index, weight, scorer.queries, norms)
     if isinstance(scorer, AttentionScorer):
-        return ByScore(memory, index, weight, scorer.queries)
+        return by_score
     if isinstance(scorer, DirectionScorer):
-        return by_direction(memory, index, weight, until, scorer)
+        return by_direction(by_score, index, weight, until, scorer)
     if isinstance(scorer, NormScorer) and order != "smallest":
-        return by_norm(memory, index, weight, until, scorer)
+        return by_norm(by_score, index, weight, until, scorer)
     return None
 
 
@@ -138,6 +143,7 @@ def _each_direction(
     weight: int,
     until: int,
     scorer: DirectionScorer,
+    norms: Float64[Tensor, " queries"],
     parts: list[Events],
     k: int,
     order: str,
@@ -153,7 +159,8 @@ def _each_direction(
     for at, direction in enumerate(directions):
         queries = scorer.queries[which == at]
         one = DirectionScorer(queries, scorer.coefficients, direction[None])
-        weighing = by_direction(memory, index, weight, until, one)
+        by_score = ByScore(memory, index, weight, queries, norms[which == at])
+        weighing = by_direction(by_score, index, weight, until, one)
         best = _all_parts(weighing, table, parts, queries, k, order, grouped)
         if best is None:
             return None
@@ -222,7 +229,7 @@ def _groups_at_once(
         which = torch.arange(at, min(at + step, len(queries)))
         found = Found(k, len(which) * groups)
         found.flat = True
-        if not weighing.scan_groups(found, which, codes, order, _exact(weighing, which, order)):
+        if not weighing.scan_groups(found, which, codes, order, _exact(weighing, at, order)):
             return None
         with alone():
             picked = _picked(weighing, table, None, found, NO_IDS, which.repeat_interleave(groups), order)
@@ -241,30 +248,31 @@ def _best_of(weighing: Weighing, table: Table, events: Events, queries: Tensor, 
     for at in range(0, len(queries), AT_ONCE):
         which = torch.arange(at, min(at + AT_ONCE, len(queries)))
         found = Found(k, len(which))
-        if not _searched(weighing, events, found, queries[at : at + AT_ONCE], which, order):
+        if not _searched(weighing, events, found, queries, at, order):
             found.flat = True
-            if not weighing.scan(found, which, events, order, _exact(weighing, which, order)):
+            if not weighing.scan(found, which, events, order, _exact(weighing, at, order)):
                 return None
         with alone():
             answers.append(_picked(weighing, table, events, found, odd, which, order))
     return _joined(answers)
 
 
-def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor, which: Tensor, order: str) -> bool:
-    """Search by bounds; False where they do not pay."""
+def _searched(weighing: Weighing, events: Events, found: Found, queries: Tensor, first: int, order: str) -> bool:
+    """Search by bounds for some queries from a number on; False where they do not pay."""
+    some = slice(first, first + found.queries)
     for sign in _signs(order, weighing.magnitude):
-        search = Search(queries, weighing.norms[which], found, sign, weighing.extended, weighing.flat)
-        exact = _exact(weighing, which, order)
+        search = Search(queries[some], weighing.norms[some], found, sign, weighing.extended, weighing.flat)
+        exact = _exact(weighing, first, order)
         if not all(view is not None and search.run(view, exact, weighing.hot) for view in weighing.views(events)):
             return False
     return True
 
 
-def _exact(weighing: Weighing, which: Tensor, order: str) -> Exact:
-    """Exact scores of some of the queries, the larger the better."""
+def _exact(weighing: Weighing, first: int, order: str) -> Exact:
+    """Exact scores of the queries from a number on, the larger the better."""
 
     def exact(ids: Tensor, at_query: Tensor) -> Tensor:
-        scores = weighing.scores(ids, which[at_query])
+        scores = weighing.scores(ids, at_query + first if first else at_query)
         return scores.abs() if order == "absolute" or weighing.magnitude else -scores if order == "smallest" else scores
 
     return exact
@@ -299,16 +307,15 @@ def _picked(
     if chosen is not None:
         kept = chosen[events]
         events, at_query, scores = events[kept], at_query[kept], scores[kept]
-    block = table.block
-    columns = (block.events, block.examples, block.steps, block.positions, block.uses)
-    result = torch.full((len(which), found.k), torch.nan)
-    numbers = torch.full((len(which), found.k, len(Top.FIELDS)), NOTHING)
+    shape = len(which), found.k
+    filled, named = np.full(shape, np.nan, np.float32), np.full((*shape, len(Top.FIELDS)), NOTHING)
+    result, numbers = torch.from_numpy(filled), torch.from_numpy(named)
     fast = compiled(len(events)) if found.k <= SORTED else None
     if fast is None:
-        nan = _pick(at_query, events, scores, order, columns, result, numbers)
+        nan = _pick(at_query, events, scores, order, table.columns, result, numbers)
     else:
         pairs = at_query.numpy(), events.numpy(), scores.numpy(), ORDERS.index(order)
-        nan = fast.pick(*pairs, tuple(column.numpy() for column in columns), result.numpy(), numbers.numpy())
+        nan = fast.pick(*pairs, table.arrays, filled, named)
     return Best(result, numbers, found.scored, found.bounded, nan, int(found.flat))
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int32, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dualform.fast import CUTS, LANES, compiled, in_parts, threads
 from dualform.queries.pairs import pair_products
-from dualform.queries.shadow import SLACK, Asked
+from dualform.queries.shadow import SLACK, Array, Asked
 from dualform.queries.views import View
 
 TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled
 SPARE = 1 << 12  # fine bounds that are not worth a thought
 PART = 1 << 18  # bounds for which a thread of its own pays
 FEW = 8  # queries for which none does
+NOTHING = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class Near:
     A score is a product times `sign`, over `key_scale` and the query's norm; the view's own is over `scale`.
     """
 
-    keys: Float32[Tensor, "some dim_in"]
-    slots: Int32[Tensor, " keys"]
-    queries: Float32[Tensor, "queries dim_in"]
-    norms: Float64[Tensor, " queries"]
+    keys: Array
+    slots: Array
+    queries: Array
+    norms: Array
     sign: float = 1.0
     scale: float = 1.0
     key_scale: float = 1.0
@@ -55,8 +54,8 @@ class Near:
     @classmethod
     def none(cls) -> Near:
         """Nothing at hand."""
-        nothing = torch.empty(0, 0)
-        return cls(nothing, torch.empty(0, dtype=torch.int32), nothing, torch.empty(0, dtype=torch.float64))
+        nothing = np.empty((0, 0), np.float32)
+        return cls(nothing, np.empty(0, np.int32), nothing, np.empty(0))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -70,7 +69,7 @@ def has_loop() -> bool:
 def survivors(
     view: View,
     asked: Asked,
-    thresholds: Float32[Tensor, " queries"],
+    thresholds: Array,
     k: int,
     most: int,
     near: Near,
@@ -87,48 +86,44 @@ def survivors(
     if seeds:
         work = len(thresholds) * (len(view) // 8)  # as much as bounds leave of some real memories
         return _compiled(view, asked, thresholds, k, most, near, seeds, begin, end, len(view), work, spare)
-    reach = torch.searchsorted(view.ascending, -thresholds, right=True).clamp_max(end)
-    work = int((reach - begin).clamp_min(0).sum())
+    reach = np.minimum(np.searchsorted(view.ascending.numpy(), -thresholds, side="right"), end)
+    work = int(np.maximum(reach - begin, 0).sum())
     if work == 0:
         nothing = torch.empty(0, dtype=torch.int64)
         return Survivors(nothing, nothing, torch.empty(0), 0, 0, True)
     if compiled(work * CUTS[0]) is not None:
         far = int(reach.max())
         return _compiled(view, asked, thresholds, k, most, near, 0, begin, end, far, work, spare)
-    order = reach.argsort(descending=True)
-    found = _uncompiled(view, asked[order], thresholds[order], reach[order], begin, spare)
-    return replace(found, at_query=order[found.at_query])
+    order = np.argsort(-reach)
+    reordered = torch.from_numpy(thresholds[order]), torch.from_numpy(reach[order])
+    found = _uncompiled(view, asked[order], *reordered, begin, spare)
+    return replace(found, at_query=torch.from_numpy(order)[found.at_query])
 
 
 def _compiled(
-    view: View, asked: Asked, thresholds: Tensor, k: int, most: int, near: Near, seeds: int, begin: int, end: int,
+    view: View, asked: Asked, thresholds: Array, k: int, most: int, near: Near, seeds: int, begin: int, end: int,
     far: int, work: int, spare: int,
 ) -> Survivors:  # fmt: skip
     """By the compiled loop, of which every thread takes some of the queries."""
     fast = compiled(0)
     assert fast is not None
-    added = view.sizes[:0] if asked.offsets is None else asked.offsets
+    added = NOTHING if asked.offsets is None else asked.offsets
     parts = in_parts(
         fast.cascade, min(work // PART, len(thresholds) // FEW, threads()), view.level_arrays(far),
-        view.arrays, _arrays(asked.levels), asked.fine.numpy(), added.numpy(),
-        _arrays((near.keys, near.slots, near.queries, near.norms)), (near.sign, near.scale, near.key_scale),
-        thresholds.numpy(), k, seeds, begin, end, SLACK, spare, most,
+        view.arrays, asked.levels, asked.fine, added, (near.keys, near.slots, near.queries, near.norms),
+        (near.sign, near.scale, near.key_scale), thresholds, k, seeds, begin, end, SLACK, spare, most,
     )  # fmt: skip
     paid, bounded, scored, *pairs = zip(*parts, strict=True)
     rows, queries, bounds = (torch.from_numpy(part[0] if len(part) == 1 else np.concatenate(part)) for part in pairs)
     return Survivors(rows, queries, bounds, sum(bounded), sum(scored), all(paid))
 
 
-def _arrays(tensors: Iterable[Tensor]) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
-    return tuple(tensor.numpy() for tensor in tensors)
-
-
 def _uncompiled(view: View, asked: Asked, thresholds: Tensor, reach: Tensor, start: int, spare: int) -> Survivors:
     """The same by torch: one coarse bound instead of three."""
-    levels = view.levels(int(reach[0]))
+    levels, with_ = view.levels(int(reach[0])), [torch.from_numpy(level) for level in asked.levels]
     # The tail that counts is the last one.
-    coarse = [torch.nn.functional.pad(level[:, :-1], (0, 1)) for level in asked.levels[:-1]]
-    coarse.append(asked.levels[-1])
+    coarse = [torch.nn.functional.pad(level[:, :-1], (0, 1)) for level in with_[:-1]]
+    coarse.append(with_[-1])
     rows: list[Tensor] = []
     queries: list[Tensor] = []
     end, left, bounded = int(reach[0]), 0, 0
@@ -154,11 +149,12 @@ def _uncompiled(view: View, asked: Asked, thresholds: Tensor, reach: Tensor, sta
 
 def _fine(view: View, asked: Asked, at_row: Tensor, at_query: Tensor) -> Tensor:
     # In fp64 of fp32 numbers: the error is far inside the slack.
+    finely = torch.from_numpy(asked.fine)
     if view.weights is None:
         at = at_row if view.rows is None else view.rows[at_row]
-        return pair_products(view.shadow.fine, asked.fine, at, at_query)
+        return pair_products(view.shadow.fine, finely, at, at_query)
     rows, place = at_row.unique(return_inverse=True)
-    bounds = pair_products(view.fine(rows), asked.fine, place, at_query)
+    bounds = pair_products(view.fine(rows), finely, place, at_query)
     if view.offsets is not None and asked.offsets is not None:
-        bounds += view.offsets[at_row] * asked.offsets[at_query]
+        bounds += view.offsets[at_row] * torch.from_numpy(asked.offsets)[at_query]
     return bounds

@@ -37,7 +37,7 @@ def suits_examples(focus: Focus, scorer: Scorer, k: int) -> bool:
     memory = focus.memory
     whole = focus.until == memory.steps and focus.selection.by_example
     many = memory.manifest.examples >= max(best.FEW, 16 * k)
-    return isinstance(scorer, AttentionScorer) and whole and many and tame(focus.queries)
+    return isinstance(scorer, AttentionScorer) and whole and many and tame(row_norms(focus.queries))
 
 
 def best_examples(focus: Focus, k: int, order: str) -> BestExamples | None:

@@ -75,7 +75,7 @@ def scan(
             found.scored += len(some)
             return exact(ids[some], asking[some] // several)
 
-        scored = best_first(found, asking, bounds, score, lambda: found.thresholds * scales)
+        scored = best_first(found, asking, bounds, score, lambda: (found.thresholds * scales).numpy())
         assert scored is not None
         some, scores = scored
         found.add(asking[some], ids[some], scores)

@@ -7,10 +7,11 @@ import weakref
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int32, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
+from dualform.queries.shadow import Array
 
 LEAST = 256  # keys
 SHARE = 8  # of the room, more than which is not worth to be held for one question
@@ -31,6 +32,7 @@ class HotKeys:
         self._lock = threading.Lock()
         self._slots = torch.full((len(norms),), -1, dtype=torch.int32)
         self._keys = torch.empty(0, self._width)
+        self._arrays: tuple[Array, Array] = self._keys.numpy(), self._slots.numpy()
         self._norms = torch.empty(0, dtype=torch.float64)
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._fixed = self._filled = 0
@@ -46,20 +48,20 @@ class HotKeys:
             some = 0
         self.complete &= some == len(numbers)
 
-    def at_hand(self) -> tuple[Float[Tensor, "some dim_in"], Int32[Tensor, " keys"]]:
+    def at_hand(self) -> tuple[Array, Array]:
         """The keys that are at hand, and by a key's number where among them it is; −1, or beyond them, where it is not.
 
         They stay what they are as long as they are held.
         """
         with self._lock:
-            return self._keys[: self._filled], self._slots
+            return self._arrays[0][: self._filled], self._arrays[1]
 
     def get(self, numbers: Int64[Tensor, " keys"]) -> Keys | None:
         """Keys, where among them each number is, and their norms; None where too many are not at hand to be held."""
         asked = numbers.numpy()
         with self._lock:
             # Mostly all are at hand; of some dozen numpy tells that in a fraction of torch's time.
-            slots = self._slots.numpy()[asked]
+            slots = self._arrays[1][asked]
             if len(slots) and slots.min() >= 0:
                 return self._keys, torch.from_numpy(slots.astype(np.int64)), self._norms
             missing = numbers[self._slots[numbers] < 0].unique()
@@ -101,4 +103,5 @@ class HotKeys:
         self._numbers = torch.empty(self._room, dtype=torch.int64)
         for new, before in zip((self._keys, self._norms, self._numbers), old, strict=True):
             new[:filled] = before[:filled]
+        self._arrays = self._keys.numpy(), self._slots.numpy()
         self._filled = filled

@@ -210,4 +210,5 @@ _INDEXES: weakref.WeakKeyDictionary[StoredMemory, Index] = weakref.WeakKeyDictio
 
 def index_of(memory: StoredMemory) -> Index:
     """The index of an opened memory, one for all questions."""
-    return _INDEXES.setdefault(memory, Index(memory))
+    found = _INDEXES.get(memory)
+    return _INDEXES.setdefault(memory, Index(memory)) if found is None else found

@@ -5,6 +5,7 @@ With numba (the extra `fast`) each is one pass over the data; without it, torch 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,45 +27,52 @@ def pair_products(
     at_query: Int64[Tensor, " pairs"],
 ) -> Float64[Tensor, " pairs"]:
     """The product of some rows with some queries, in fp64."""
-    work = len(at_row) * rows.shape[1]
-    # Other kinds of numbers are compiled for at their first use, which pays for much work only.
-    usual = rows.dtype == queries.dtype == torch.float32
-    fast = compiled(work) if (usual or work >= MANY) and _plain(rows) and _plain(queries) else None
+    fast, parts = _loops(rows, queries, at_row)
     if fast is not None:
         result = np.empty(len(at_row))
-        pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy(), result
-        in_parts(fast.products, work // PART, *pairs)
+        pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy()
+        in_parts(fast.products, parts, *pairs, result)
         return torch.from_numpy(result)
     if len(queries) == 1:
         return rows[at_row].double() @ queries[0].double()
     step = max(CHUNK // max(rows.shape[1], 1), 1)
-    parts = [
+    some = [
         torch.linalg.vecdot(rows[at_row[at : at + step]].double(), queries[at_query[at : at + step]].double())
         for at in range(0, len(at_row), step)
     ]
-    return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+    return torch.cat([torch.empty(0, dtype=torch.float64), *some])
 
 
-def rounded_pairs(
-    near: Float64[Tensor, " pairs"],
-    row_norms: Float64[Tensor, " rows"],
-    query_norms: Float64[Tensor, " queries"],
+def rounded_products(
+    rows: Float[Tensor, "rows width"],
+    queries: Float[Tensor, "queries width"],
     at_row: Int64[Tensor, " pairs"],
     at_query: Int64[Tensor, " pairs"],
+    row_norms: Float64[Tensor, " rows"],
+    query_norms: Float64[Tensor, " queries"],
     error: float,
     tiny: float,
 ) -> tuple[Float32[Tensor, " pairs"], Bool[Tensor, " pairs"] | None]:
-    """Products in fp32, and which of them an error of error·‖x‖‖q‖ + tiny could round otherwise, if any."""
-    fast = compiled(len(near))
+    """The same in fp32, and which of them an error of error·‖x‖‖q‖ + tiny could round otherwise, if any."""
+    fast, parts = _loops(rows, queries, at_row)
     if fast is not None:
-        result, unsure = np.empty(len(near), np.float32), np.empty(len(near), np.bool_)
-        norms = row_norms.numpy(), query_norms.numpy()
-        count = fast.rounded(near.numpy(), *norms, at_row.numpy(), at_query.numpy(), error, tiny, result, unsure)
+        result, unsure = np.empty(len(at_row), np.float32), np.empty(len(at_row), np.bool_)
+        pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy(), row_norms.numpy(), query_norms.numpy()
+        count = sum(in_parts(fast.rounded, parts, *pairs, error, tiny, result, unsure))
         return torch.from_numpy(result), torch.from_numpy(unsure) if count else None
-    near = near + 0.0  # a sum of zeros is +0, in whatever order it was formed
+    near = pair_products(rows, queries, at_row, at_query) + 0.0  # a sum of zeros is +0, however it was formed
     wide = error * query_norms[at_query] * row_norms[at_row] + tiny
     other = ((near - wide).float() != (near + wide).float()) | ~near.isfinite()
     return near.float(), other if bool(other.any()) else None
+
+
+def _loops(rows: Tensor, queries: Tensor, at_row: Tensor) -> tuple[ModuleType | None, int]:
+    """The compiled loops for some pairs, None where they do not suit, and in how many parts they pay."""
+    work = len(at_row) * rows.shape[1]
+    # Other kinds of numbers are compiled for at their first use, which pays for much work only.
+    usual = rows.dtype == queries.dtype == torch.float32
+    suited = (usual or work >= MANY) and _plain(rows) and _plain(queries)
+    return compiled(work) if suited else None, work // PART
 
 
 def by_query(at_query: Int64[Tensor, " pairs"], values: Float[Tensor, " pairs"]) -> Int64[Tensor, " pairs"]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dualform.queries.found import Found
 from dualform.queries.pairs import by_query, ranks
+from dualform.queries.shadow import Array
 
 MORE = 4  # than k that are scored first
 FEW_MORE = 1.5  # times as many, up to which all are scored at once
@@ -21,7 +22,7 @@ def best_first(
     at_query: Int64[Tensor, " pairs"],
     bounds: Float[Tensor, " pairs"],
     score: Callable[[Int64[Tensor, " some"]], Float[Tensor, " some"]],
-    reached: Callable[[], Tensor],
+    reached: Callable[[], Array],
     pays: Callable[[Int64[Tensor, " some"]], bool] = lambda _: True,
 ) -> tuple[Int64[Tensor, " some"], Float[Tensor, " some"]] | None:
     """Which pairs were scored, and their scores; the others cannot be among the best. None where that does not pay.
@@ -41,7 +42,7 @@ def best_first(
     first = np.full((found.queries, most), -np.inf)
     first[query[taken], rank[taken]] = scores.numpy()
     found.raise_to(torch.from_numpy(np.partition(first, most - k, axis=1)[:, most - k]))
-    later = torch.from_numpy(order[~taken & (bound >= reached().numpy()[query])])
+    later = torch.from_numpy(order[~taken & (bound >= reached()[query])])
     if not pays(later):
         return None
     if len(later):

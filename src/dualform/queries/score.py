@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from dualform.queries.pairs import pair_products, rounded_pairs
+from dualform.queries.pairs import rounded_products
 
 _UNIT = 2.0**-53
 _TINY = 2.0**-1000
@@ -64,13 +64,12 @@ def pair_scores(
     query_norms: Float64[Tensor, " queries"] | None = None,
 ) -> Float32[Tensor, " pairs"]:
     """The same scores, of some pairs only; keys and queries are finite, and the norms not below theirs."""
-    near = pair_products(keys, queries, at_key, at_query)
     if key_norms is None:
         key_norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
     if query_norms is None:
         query_norms = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
     error = (keys.shape[1] + 4) * _UNIT
-    result, unsure = rounded_pairs(near, key_norms, query_norms, at_key, at_query, error, _TINY)
+    result, unsure = rounded_products(keys, queries, at_key, at_query, key_norms, query_norms, error, _TINY)
     if unsure is not None:
         result[unsure] = _exact(keys, queries, at_key[unsure], at_query[unsure])
     return result

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from dualform.fast import LANES, alone
@@ -19,7 +19,7 @@ from dualform.queries.cascade import Near, Survivors, has_loop, survivors
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
 from dualform.queries.rescoring import best_first
-from dualform.queries.shadow import TINY, Asked, some_at_a_time
+from dualform.queries.shadow import TINY, Array, Asked, some_at_a_time
 from dualform.queries.views import View
 
 SEED = 1024  # rows that give the first thresholds
@@ -101,49 +101,53 @@ class Search:
         if hot is None or not usual or not has_loop() or self.found.k * len(self._queries) > HELD:
             return Near.none()
         keys, slots = hot.at_hand()
-        if keys.dtype != torch.float32:
+        if keys.dtype != np.float32:
             return Near.none()
-        return Near(keys, slots, self._queries, self._norms, self._sign, view.scale, view.shadow.scale)
+        asked = self._queries.detach().numpy(), self._norms.numpy()
+        return Near(keys, slots, *asked, self._sign, view.scale, view.shadow.scale)
 
     def _seed(self, view: View, asked: Asked, exact: Exact) -> Float64[Tensor, " queries"]:
         """Scores that k rows surely have: the exact ones of the rows with the best bounds among the first."""
         k = self.found.k
         first = min(max(SEED, 8 * k), len(view))
         rows, some = view.first(first).T, min(k + max(k // 4, 2), first)
+        finely = torch.from_numpy(asked.fine)
 
         def best_of(part: slice) -> Tensor:
-            bounds = asked.fine[part] @ rows
+            bounds = finely[part] @ rows
             if view.offsets is not None and asked.offsets is not None:
-                bounds.addr_(asked.offsets[part], view.offsets[:first])
+                bounds.addr_(torch.from_numpy(asked.offsets[part]), view.offsets[:first])
             return bounds.topk(some, dim=1).indices
 
         best = some_at_a_time(best_of, len(asked.fine))
         at_query = torch.arange(len(best))[:, None].expand_as(best)
-        scores = self._scores(view, best.reshape(-1), at_query.reshape(-1), exact)
+        scores = self._scores(view.ids(best.reshape(-1)), at_query.reshape(-1), exact)
         lowest = scores.view_as(best).double().topk(k, dim=1).values[:, -1]
         if scores.dtype == torch.float32:
             return lowest
         # Sums in fp64 depend on the order in which they were formed, and these rows will be scored once more.
         return lowest - (view.shadow.basis.shape[0] + 4) * 2.0**-51 * view.scale * self._norms
 
-    def _scores(self, view: View, at_row: Tensor, at_query: Tensor, exact: Exact) -> Tensor:
-        self.found.scored += len(at_row)
-        return exact(view.ids(at_row), at_query)
+    def _scores(self, ids: Tensor, at_query: Tensor, exact: Exact) -> Tensor:
+        self.found.scored += len(ids)
+        return exact(ids, at_query)
 
     def _score(self, view: View, at_row: Tensor, at_query: Tensor, exact: Exact) -> None:
-        self.found.add(at_query, view.ids(at_row), self._scores(view, at_row, at_query, exact))
+        ids = view.ids(at_row)
+        self.found.add(at_query, ids, self._scores(ids, at_query, exact))
 
-    def _scaled(self, view: View) -> Float32[Tensor, " queries"]:
+    def _scaled(self, view: View) -> Array:
         """The thresholds in the units of a view, surely not too high: what fp32 rounds up to them passes."""
         thresholds = self.found.thresholds.numpy()
         if len(thresholds) and thresholds.max() == -np.inf:
-            return torch.full((len(thresholds),), -1e38)  # nothing is known yet
+            return np.full(len(thresholds), -1e38, np.float32)  # nothing is known yet
         # A weighted score is made of one that was rounded before.
         least = 1.5e-45 * (1 + view.scale / view.shadow.scale)
         exactly = np.clip(thresholds, -LARGEST, LARGEST) - least
         with np.errstate(over="ignore"):
             scaled = np.clip(exactly / view.scale / self._norms.numpy(), -1e38, 1e38)
-        return torch.from_numpy((scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32))
+        narrow: Array = (scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32)
+        return narrow
 
     def _worth(self, view: View) -> int:
         """What scoring one by one may cost: half of a flat scan."""
@@ -167,7 +171,7 @@ class Search:
             return True
 
         def score(some: Tensor) -> Tensor:
-            return self._scores(view, at_row[some], at_query[some], exact)
+            return self._scores(view.ids(at_row[some]), at_query[some], exact)
 
         def pays(some: Tensor) -> bool:
             return self._pays(view, at_row[some])

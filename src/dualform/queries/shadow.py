@@ -25,6 +25,7 @@ BAND = 1024  # rows of similar norm, in an order in which those of a block are a
 SLACK = 1e-4
 SAMPLE = 4096
 FEW = 32  # queries for which no other thread pays
+FEWEST = 2  # queries for which the compiled loop is faster than a product by torch
 MANY = 256  # queries for which one pays whose heads are known
 AT_A_TIME = 128  # queries: memory for more of them would come from the system, and be given back, every time
 FRONT = 4096  # first rows of which the whole key is kept too: most of what is scored exactly is among them
@@ -34,6 +35,8 @@ TINY = 1e-30  # more than what underflow can lose where nothing is above 1
 Rows = Callable[[], Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]]
 
 Levels = tuple[Float32[Tensor, "..."], ...]
+Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = tuple[Array, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,12 @@ class Shadow:
         return torch.nn.functional.pad(self.basis, (0, -self.basis.shape[1] % 8))
 
     @cached_property
-    def level_arrays(self) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
+    def padded_array(self) -> Array:
+        """The same as the compiled loops read it."""
+        return self.padded.numpy()
+
+    @cached_property
+    def level_arrays(self) -> Arrays:
         """The levels as the compiled loops read them."""
         return tuple(level.numpy() for level in self.levels)
 
@@ -258,9 +266,9 @@ def some_at_a_time(function: Callable[[slice], Tensor], queries: int) -> Tensor:
 class Asked:
     """What the rows of a shadow are multiplied with, for queries whose norm (with their offset) is at most 1."""
 
-    levels: Levels
-    fine: Float32[Tensor, "queries fine"]
-    offsets: Float32[Tensor, " queries"] | None
+    levels: Arrays
+    fine: Array
+    offsets: Array | None
 
     @classmethod
     def of(
@@ -272,26 +280,32 @@ class Asked:
         extended: bool = False,
     ) -> Asked:
         """Queries times their scales, which gives them these norms; [q, 1] so where they are `extended`."""
-        head = some_at_a_time(lambda part: queries[part].double() @ shadow.padded, len(queries))
-        fast = compiled(0)
-        if fast is not None:
-            levels = tuple(torch.empty(len(head), stop - start + 1) for start, stop in SPANS)
-            fine = torch.empty(len(head), shadow.basis.shape[1] + 2)
-            arrays = head.numpy(), sizes.numpy(), scales.numpy(), extended, SLACK
-            outcome = tuple(level.numpy() for level in levels), fine.numpy()
-            in_parts(fast.ask, len(head) // MANY, *arrays, *outcome)
-            return cls(levels, fine, scales.float() if extended else None)
-        head = head[:, : shadow.basis.shape[1]] * scales[:, None]
-        tail = _tail(head, sizes)
-        fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
-        if not extended:
-            return cls(_levels(head, tail), fine, None)
-        head = torch.cat([scales[:, None], head], dim=1)
-        return cls(_levels(head, tail), fine, scales.float())
+        fast, count = compiled(0), len(queries)
+        if fast is None:
+            head = _heads(shadow, queries)[:, : shadow.basis.shape[1]] * scales[:, None]
+            tail = _tail(head, sizes)
+            fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
+            if extended:
+                head = torch.cat([scales[:, None], head], dim=1)
+            levels = tuple(level.numpy() for level in _levels(head, tail))
+            return cls(levels, fine.numpy(), scales.float().numpy() if extended else None)
+        if count <= FEWEST and queries.dtype == torch.float32 and queries.is_contiguous():
+            heads = np.zeros((count, shadow.padded.shape[1]))
+            fast.project(queries.detach().numpy(), shadow.padded_array, heads)
+        else:
+            heads = _heads(shadow, queries).numpy()
+        found = tuple(np.empty((count, stop - start + 1), np.float32) for start, stop in SPANS)
+        finely, factors = np.empty((count, shadow.basis.shape[1] + 2), np.float32), scales.numpy()
+        in_parts(fast.ask, count // MANY, heads, sizes.numpy(), factors, extended, SLACK, found, finely)
+        return cls(found, finely, factors.astype(np.float32) if extended else None)
 
-    def __getitem__(self, which: Int64[Tensor, " some"]) -> Asked:
+    def __getitem__(self, which: Array) -> Asked:
         offsets = None if self.offsets is None else self.offsets[which]
         return Asked(tuple(level[which] for level in self.levels), self.fine[which], offsets)
+
+
+def _heads(shadow: Shadow, queries: Float[Tensor, "queries dim_in"]) -> Float64[Tensor, "queries columns"]:
+    return some_at_a_time(lambda part: queries[part].double() @ shadow.padded, len(queries))
 
 
 def _tail(head: Float64[Tensor, "rows head"], size: Float64[Tensor, " rows"]) -> Float64[Tensor, " rows"]:

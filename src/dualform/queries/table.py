@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
@@ -43,6 +45,17 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.block)
+
+    @property
+    def columns(self) -> tuple[Int64[Tensor, " events"], ...]:
+        """What an answer says of an event, in the order of `Top.FIELDS`."""
+        block = self.block
+        return block.events, block.examples, block.steps, block.positions, block.uses
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], ...]:
+        """The same columns as the compiled loops read them."""
+        return tuple(column.numpy() for column in self.columns)
 
     @cached_property
     def _by_key(self) -> tuple[Int64[Tensor, " events"], Int64[Tensor, " keys_and_one"]]:

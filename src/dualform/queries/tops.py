@@ -19,7 +19,7 @@ from dualform.queries.selection import Grouping
 def top_events(focus: Focus, scorer: Scorer, k: int, order: str, grouping: Grouping | None) -> Plan[TopEvents]:
     """The k best events of every query; with a grouping, of every group. By the index, or else by a scan."""
     groups = None if grouping is None else grouping.groups
-    if not suits(focus.memory, focus.weight, focus.queries, k):
+    if not suits(focus.memory, focus.weight, k):
         return _scan(focus, scorer, k, order, grouping)
 
     def finish(rows: int) -> TopEvents:

@@ -36,7 +36,7 @@ class View:
     _first: list[Tensor] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return self.sizes.shape[0]
 
     def size(self) -> int:
         """The bytes of what is its own, as far as it is made."""
@@ -131,4 +131,4 @@ class View:
         if self.names is not None:
             return self.names[at]
         at = at if self.rows is None else self.rows[at]
-        return torch.from_numpy(self.shadow.numbers.numpy()[at.numpy()])  # for some dozen, a fraction of torch's time
+        return torch.from_numpy(self.arrays[1][at.numpy()])  # for some dozen, a fraction of torch's time

@@ -18,7 +18,7 @@ from dualform.queries.index import Index
 from dualform.queries.score import pair_scores, scores
 from dualform.queries.scorers import DirectionScorer, NormScorer
 from dualform.queries.search import Exact
-from dualform.queries.shadow import Shadow, row_norms
+from dualform.queries.shadow import Shadow
 from dualform.queries.views import View
 
 WHOLE = 0.4  # what a product of whole numbers costs, in those in fp32
@@ -64,11 +64,16 @@ class ByScore:
     extended = magnitude = False
 
     def __init__(
-        self, memory: StoredMemory, index: Index, weight: int, queries: Float[Tensor, "queries dim_in"]
+        self,
+        memory: StoredMemory,
+        index: Index,
+        weight: int,
+        queries: Float[Tensor, "queries dim_in"],
+        norms: Float64[Tensor, " queries"],
     ) -> None:
         self._memory, self._index, self._weight, self._queries = memory, index, weight, queries
         self._table = index.table(weight)
-        self.norms, self.hot = row_norms(queries), index.hot(weight)
+        self.norms, self.hot = norms, index.hot(weight)
         self.flat = WHOLE if whole.are_fast() and index.has_coarse(weight) else 1.0
 
     def _keys(self, events: Events) -> Bool[Tensor, " keys"] | None:
@@ -192,9 +197,7 @@ class ByContribution:
         return ids, None
 
 
-def by_direction(
-    memory: StoredMemory, index: Index, weight: int, until: int, scorer: DirectionScorer
-) -> ByContribution:
+def by_direction(keys: ByScore, index: Index, weight: int, until: int, scorer: DirectionScorer) -> ByContribution:
     """Events by what they add along one direction, the same for all queries."""
     (along,), weight_of, bias_of = index.values(weight, until, scorer)
     unused = (weight_of == 0) & (bias_of == 0)
@@ -203,11 +206,10 @@ def by_direction(
         return scorer.combined(alphas, along[ids], weight_of[ids], bias_of[ids])
 
     weights, offsets = (torch.where(unused, 0.0, part * along) for part in (weight_of, bias_of))
-    keys = ByScore(memory, index, weight, scorer.queries)
     return ByContribution(index, index.question(weight, until, scorer), keys, weight, weights, offsets, combine, False)
 
 
-def by_norm(memory: StoredMemory, index: Index, weight: int, until: int, scorer: NormScorer) -> ByContribution:
+def by_norm(keys: ByScore, index: Index, weight: int, until: int, scorer: NormScorer) -> ByContribution:
     """Events by |x · q| ‖e‖."""
     (norms,), weight_of, _ = index.values(weight, until, scorer)
 
@@ -215,6 +217,5 @@ def by_norm(memory: StoredMemory, index: Index, weight: int, until: int, scorer:
         return scorer.weighted(alphas, norms[ids], weight_of[ids])
 
     weights = torch.where(weight_of == 0, 0.0, norms * weight_of.abs())
-    keys = ByScore(memory, index, weight, scorer.queries)
     zeros = torch.zeros_like(weights)
     return ByContribution(index, index.question(weight, until, scorer), keys, weight, weights, zeros, combine, True)
