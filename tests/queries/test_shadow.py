@@ -19,21 +19,21 @@ from dualform import compiled, fast
 from dualform.fast import LANES
 from dualform.queries import best, cascade, coarse, examples, flat, pairs, search, weighing
 from dualform.queries import shadow as shadows
-from dualform.queries.best import best_events, suits
+from dualform.queries.best import best_events, suits, tame
 from dualform.queries.hot import HotKeys
 from dualform.queries.index import index_of
 from dualform.queries.pairs import pair_products
 from dualform.queries.reducers import Top, TopWithin
 from dualform.queries.search import Search
 from dualform.queries.selection import Grouping
-from dualform.queries.shadow import SLACK, Asked, Shadow, build
+from dualform.queries.shadow import SLACK, Asked, Shadow, build, row_norms
 from dualform.queries.sieve import Sieve
 from dualform.queries.spotlight import Attention
 from dualform.queries.views import View
 
 KINDS = [
     "relu", "gaussian", "normalised", "constant", "equal norms", "one huge", "zeros", "denormal", "wide range",
-    "low rank", "repeated", "huge", "fp64 tiny", "whole numbers",
+    "low rank", "repeated", "huge", "fp64 tiny", "whole numbers", "bf16", "fp16",
 ]  # fmt: skip
 
 
@@ -67,6 +67,10 @@ def rows_of(kind: str, count: int, width: int, seed: int) -> Tensor:
         x = x.round()  # with whole queries scores tie, whatever the norms
     elif kind == "fp64 tiny":
         x = x.double() * 1e-200
+    elif kind == "bf16":
+        x = x.relu().bfloat16()
+    elif kind == "fp16":
+        x = x.half()
     return x
 
 
@@ -168,7 +172,10 @@ def same(attention, k: int, order: str, grouping: Grouping | None = None) -> boo
     focus, scorer = attention._focus, attention._scorer
     if not suits(focus.memory, focus.weight, k):
         return False
-    question = (focus.memory, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
+    norms = row_norms(scorer.queries)
+    if not tame(norms):
+        return False
+    question = (focus.memory, focus.weight, focus.until, focus.selection, scorer, norms, k, order, grouping)
     with loops(None):
         found = best_events(*question)
     with loops(compiled):

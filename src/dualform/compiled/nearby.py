@@ -14,6 +14,7 @@ from dualform.compiled.lanes import (
     not_below,
     several_bounds_into,
 )
+from dualform.compiled.pairs import wide_product
 from dualform.fast import LANES
 
 Array = np.ndarray[Any, Any]
@@ -36,16 +37,6 @@ def put(heaps: Array, row: int, value: float) -> None:
         heaps[row, at] = heaps[row, child]
         at, child = child, 2 * child + 1
     heaps[row, at] = value
-
-
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-@no_type_check
-def wide_product(rows: Array, row: int, queries: Array, query: int) -> float:
-    """In fp64."""
-    total = 0.0
-    for at in range(rows.shape[1]):
-        total += np.float64(rows[row, at]) * np.float64(queries[query, at])
-    return total
 
 
 @numba.njit(cache=True, nogil=True)

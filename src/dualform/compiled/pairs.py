@@ -6,8 +6,6 @@ import numba
 import numpy as np
 from numba import types
 
-from dualform.compiled.nearby import wide_product
-
 Array = np.ndarray[Any, Any]
 
 
@@ -26,6 +24,16 @@ def read_rows(descriptor: int, places: Array, rows: Array, part: int, parts: int
     else:
         return True
     return False
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@no_type_check
+def wide_product(rows: Array, row: int, queries: Array, query: int) -> float:
+    """The product of a row and a query, summed in fp64 in whatever order is fastest."""
+    total = 0.0
+    for at in range(rows.shape[1]):
+        total += np.float64(rows[row, at]) * np.float64(queries[query, at])
+    return total
 
 
 @numba.njit(cache=True, nogil=True)

@@ -117,7 +117,7 @@ def attend(memory: StoredMemory, model: nn.Module, inputs: Any, until: int, batc
         for name, (_, _, use) in uses.items():
 
             def keep(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                gathered[name][-1].append(_real(args[0] if args else kwargs["input"]).detach().clone())
+                gathered[name][-1].append(_real(args[0] if args else kwargs["input"]).clone())
 
             handles.append(modules[use.module].register_forward_pre_hook(keep, with_kwargs=True))
         model.eval()
@@ -161,7 +161,7 @@ def _real(queries: Any) -> Tensor:
         raise BadQuery(f"queries must be a tensor of numbers, not {type(queries).__name__}.") from None
     if tensor.is_complex():
         raise BadQuery("queries must be real numbers, not complex ones.")
-    return tensor if tensor.is_floating_point() else tensor.to(torch.float32)
+    return tensor.detach() if tensor.is_floating_point() else tensor.to(torch.float32)
 
 
 def _batches(inputs: Any, batch_size: int | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -20,7 +20,6 @@ from dualform.queries.results import Explanation
 from dualform.queries.scorers import AttentionScorer, DirectionScorer, NormScorer, Scorer
 from dualform.queries.search import Exact, Search
 from dualform.queries.selection import Grouping, Selection
-from dualform.queries.shadow import row_norms
 from dualform.queries.table import BYTES, Table
 from dualform.queries.weighing import ByScore, Events, Weighing, by_direction, by_norm
 
@@ -60,13 +59,17 @@ def best_events(
     until: int,
     selection: Selection,
     scorer: Scorer,
+    norms: Float64[Tensor, " queries"],
     k: int,
     order: str,
     grouping: Grouping | None = None,
 ) -> Best | None:
-    """The k best events, of every group where there is a grouping; None where a scan has to answer."""
+    """The k best events, of every group where there is a grouping; None where a scan has to answer.
+
+    `norms` are those of the scorer's queries, and tame.
+    """
     with in_full_precision():
-        return _best_events(memory, weight, until, selection, scorer, k, order, grouping)
+        return _best_events(memory, weight, until, selection, scorer, norms, k, order, grouping)
 
 
 def _best_events(
@@ -75,13 +78,11 @@ def _best_events(
     until: int,
     selection: Selection,
     scorer: Scorer,
+    norms: Float64[Tensor, " queries"],
     k: int,
     order: str,
     grouping: Grouping | None,
 ) -> Best | None:
-    norms = row_norms(scorer.queries)
-    if not tame(norms):
-        return None
     index = index_of(memory)
     table = index.table(weight)
     chosen = _chosen(memory, table, until, selection)
@@ -111,7 +112,7 @@ def suits(memory: StoredMemory, weight: int, k: int) -> bool:
 
 def tame(norms: Float64[Tensor, " queries"]) -> bool:
     """Whether there are queries, none of them zero, which ties everywhere, or out of the range of bounds."""
-    sizes = norms.detach().numpy()
+    sizes = norms.numpy()
     return len(sizes) > 0 and bool(sizes.min() > 1e-100 and sizes.max() < 1e100)
 
 
@@ -127,12 +128,14 @@ def _chosen(memory: StoredMemory, table: Table, until: int, selection: Selection
 def _weighing(
     memory: StoredMemory, index: Index, weight: int, until: int, scorer: Scorer, norms: Tensor, order: str
 ) -> Weighing | None:
+    if isinstance(scorer, NormScorer) and order == "smallest":
+        return None
     by_score = ByScore(memory, index, weight, scorer.queries, norms)
     if isinstance(scorer, AttentionScorer):
         return by_score
     if isinstance(scorer, DirectionScorer):
         return by_direction(by_score, index, weight, until, scorer)
-    if isinstance(scorer, NormScorer) and order != "smallest":
+    if isinstance(scorer, NormScorer):
         return by_norm(by_score, index, weight, until, scorer)
     return None
 
@@ -308,7 +311,7 @@ def _picked(
         kept = chosen[events]
         events, at_query, scores = events[kept], at_query[kept], scores[kept]
     shape = len(which), found.k
-    filled, named = np.full(shape, np.nan, np.float32), np.full((*shape, len(Top.FIELDS)), NOTHING)
+    filled, named = np.full(shape, np.nan, np.float32), np.full((*shape, len(Top.FIELDS)), NOTHING, np.int64)
     result, numbers = torch.from_numpy(filled), torch.from_numpy(named)
     fast = compiled(len(events)) if found.k <= SORTED else None
     if fast is None:

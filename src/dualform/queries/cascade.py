@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Float64, Int32, Int64
 from torch import Tensor
 
 from dualform.fast import CUTS, LANES, compiled, in_parts, threads
 from dualform.queries.pairs import pair_products
-from dualform.queries.shadow import SLACK, Array, Asked
+from dualform.queries.shadow import SLACK, Asked
 from dualform.queries.views import View
 
 TILE = 1 << 19  # bounds that are computed at a time where nothing is compiled
 SPARE = 1 << 12  # fine bounds that are not worth a thought
 PART = 1 << 18  # bounds for which a thread of its own pays
 FEW = 8  # queries for which none does
-NOTHING = np.empty(0, np.float32)
+NO_OFFSETS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Near:
     A score is a product times `sign`, over `key_scale` and the query's norm; the view's own is over `scale`.
     """
 
-    keys: Array
-    slots: Array
-    queries: Array
-    norms: Array
+    keys: Float32[np.ndarray, "some dim_in"]
+    slots: Int32[np.ndarray, " keys"]
+    queries: Float32[np.ndarray, "queries dim_in"]
+    norms: Float64[np.ndarray, " queries"]
     sign: float = 1.0
     scale: float = 1.0
     key_scale: float = 1.0
@@ -69,7 +69,7 @@ def has_loop() -> bool:
 def survivors(
     view: View,
     asked: Asked,
-    thresholds: Array,
+    thresholds: Float32[np.ndarray, " queries"],
     k: int,
     most: int,
     near: Near,
@@ -101,13 +101,13 @@ def survivors(
 
 
 def _compiled(
-    view: View, asked: Asked, thresholds: Array, k: int, most: int, near: Near, seeds: int, begin: int, end: int,
+    view: View, asked: Asked, thresholds: np.ndarray, k: int, most: int, near: Near, seeds: int, begin: int, end: int,
     far: int, work: int, spare: int,
 ) -> Survivors:  # fmt: skip
     """By the compiled loop, of which every thread takes some of the queries."""
     fast = compiled(0)
     assert fast is not None
-    added = NOTHING if asked.offsets is None else asked.offsets
+    added = NO_OFFSETS if asked.offsets is None else asked.offsets
     parts = in_parts(
         fast.cascade, min(work // PART, len(thresholds) // FEW, threads()), view.level_arrays(far),
         view.arrays, asked.levels, asked.fine, added, (near.keys, near.slots, near.queries, near.norms),

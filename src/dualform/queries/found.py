@@ -35,7 +35,7 @@ class Found:
 
     def add(self, at_query: Int64[Tensor, " pairs"], ids: Int64[Tensor, " pairs"], scores: Tensor) -> None:
         """Take in scored pairs, of which none comes twice in one call."""
-        passed = scores.detach().numpy() >= self.thresholds.detach().numpy()[at_query.numpy()]
+        passed = scores.numpy() >= self.thresholds.numpy()[at_query.numpy()]
         if passed.all():
             self._parts.append((at_query, ids, scores))
             return

@@ -7,14 +7,14 @@ import weakref
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int32, Int64
 from torch import Tensor
 
 from dualform.memory import StoredMemory
-from dualform.queries.shadow import Array
 
 LEAST = 256  # keys
 SHARE = 8  # of the room, more than which is not worth to be held for one question
+Arrays = tuple[Float32[np.ndarray, "some dim_in"], Int32[np.ndarray, " keys"]]
 Keys = tuple[Float[Tensor, "some dim_in"], Int64[Tensor, " keys"], Float64[Tensor, " some"]]
 
 
@@ -32,7 +32,7 @@ class HotKeys:
         self._lock = threading.Lock()
         self._slots = torch.full((len(norms),), -1, dtype=torch.int32)
         self._keys = torch.empty(0, self._width)
-        self._arrays: tuple[Array, Array] = self._keys.numpy(), self._slots.numpy()
+        self._arrays = _arrays(self._keys, self._slots)
         self._norms = torch.empty(0, dtype=torch.float64)
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._fixed = self._filled = 0
@@ -48,10 +48,10 @@ class HotKeys:
             some = 0
         self.complete &= some == len(numbers)
 
-    def at_hand(self) -> tuple[Array, Array]:
+    def at_hand(self) -> Arrays:
         """The keys that are at hand, and by a key's number where among them it is; −1, or beyond them, where it is not.
 
-        They stay what they are as long as they are held.
+        They stay what they are as long as they are held. Keys that are not in fp32 are none here.
         """
         with self._lock:
             return self._arrays[0][: self._filled], self._arrays[1]
@@ -103,5 +103,10 @@ class HotKeys:
         self._numbers = torch.empty(self._room, dtype=torch.int64)
         for new, before in zip((self._keys, self._norms, self._numbers), old, strict=True):
             new[:filled] = before[:filled]
-        self._arrays = self._keys.numpy(), self._slots.numpy()
+        self._arrays = _arrays(self._keys, self._slots)
         self._filled = filled
+
+
+def _arrays(keys: Tensor, slots: Tensor) -> Arrays:
+    """Keys in fp32 and slots as the compiled loops read them."""
+    return (keys if keys.dtype == torch.float32 else torch.empty(0, keys.shape[1])).numpy(), slots.numpy()

@@ -33,6 +33,10 @@ def pair_products(
         pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy()
         in_parts(fast.products, parts, *pairs, result)
         return torch.from_numpy(result)
+    return _by_torch(rows, queries, at_row, at_query)
+
+
+def _by_torch(rows: Tensor, queries: Tensor, at_row: Tensor, at_query: Tensor) -> Float64[Tensor, " pairs"]:
     if len(queries) == 1:
         return rows[at_row].double() @ queries[0].double()
     step = max(CHUNK // max(rows.shape[1], 1), 1)
@@ -60,7 +64,7 @@ def rounded_products(
         pairs = rows.numpy(), queries.numpy(), at_row.numpy(), at_query.numpy(), row_norms.numpy(), query_norms.numpy()
         count = sum(in_parts(fast.rounded, parts, *pairs, error, tiny, result, unsure))
         return torch.from_numpy(result), torch.from_numpy(unsure) if count else None
-    near = pair_products(rows, queries, at_row, at_query) + 0.0  # a sum of zeros is +0, however it was formed
+    near = _by_torch(rows, queries, at_row, at_query) + 0.0  # a sum of zeros is +0, however it was formed
     wide = error * query_norms[at_query] * row_norms[at_row] + tiny
     other = ((near - wide).float() != (near + wide).float()) | ~near.isfinite()
     return near.float(), other if bool(other.any()) else None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dualform.queries.found import Found
 from dualform.queries.pairs import by_query, ranks
-from dualform.queries.shadow import Array
 
 MORE = 4  # than k that are scored first
 FEW_MORE = 1.5  # times as many, up to which all are scored at once
@@ -22,7 +21,7 @@ def best_first(
     at_query: Int64[Tensor, " pairs"],
     bounds: Float[Tensor, " pairs"],
     score: Callable[[Int64[Tensor, " some"]], Float[Tensor, " some"]],
-    reached: Callable[[], Array],
+    reached: Callable[[], Float[np.ndarray, " queries"]],
     pays: Callable[[Int64[Tensor, " some"]], bool] = lambda _: True,
 ) -> tuple[Int64[Tensor, " some"], Float[Tensor, " some"]] | None:
     """Which pairs were scored, and their scores; the others cannot be among the best. None where that does not pay.

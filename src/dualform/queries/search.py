@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.fast import LANES, alone
@@ -19,7 +19,7 @@ from dualform.queries.cascade import Near, Survivors, has_loop, survivors
 from dualform.queries.found import Found
 from dualform.queries.hot import HotKeys
 from dualform.queries.rescoring import best_first
-from dualform.queries.shadow import TINY, Array, Asked, some_at_a_time
+from dualform.queries.shadow import TINY, Asked, some_at_a_time
 from dualform.queries.views import View
 
 SEED = 1024  # rows that give the first thresholds
@@ -101,9 +101,7 @@ class Search:
         if hot is None or not usual or not has_loop() or self.found.k * len(self._queries) > HELD:
             return Near.none()
         keys, slots = hot.at_hand()
-        if keys.dtype != np.float32:
-            return Near.none()
-        asked = self._queries.detach().numpy(), self._norms.numpy()
+        asked = self._queries.numpy(), self._norms.numpy()
         return Near(keys, slots, *asked, self._sign, view.scale, view.shadow.scale)
 
     def _seed(self, view: View, asked: Asked, exact: Exact) -> Float64[Tensor, " queries"]:
@@ -120,8 +118,8 @@ class Search:
             return bounds.topk(some, dim=1).indices
 
         best = some_at_a_time(best_of, len(asked.fine))
-        at_query = torch.arange(len(best))[:, None].expand_as(best)
-        scores = self._scores(view.ids(best.reshape(-1)), at_query.reshape(-1), exact)
+        at_query = torch.arange(len(best)).repeat_interleave(some)
+        scores = self._scores(view.ids(best.reshape(-1)), at_query, exact)
         lowest = scores.view_as(best).double().topk(k, dim=1).values[:, -1]
         if scores.dtype == torch.float32:
             return lowest
@@ -136,7 +134,7 @@ class Search:
         ids = view.ids(at_row)
         self.found.add(at_query, ids, self._scores(ids, at_query, exact))
 
-    def _scaled(self, view: View) -> Array:
+    def _scaled(self, view: View) -> Float32[np.ndarray, " queries"]:
         """The thresholds in the units of a view, surely not too high: what fp32 rounds up to them passes."""
         thresholds = self.found.thresholds.numpy()
         if len(thresholds) and thresholds.max() == -np.inf:
@@ -146,7 +144,7 @@ class Search:
         exactly = np.clip(thresholds, -LARGEST, LARGEST) - least
         with np.errstate(over="ignore"):
             scaled = np.clip(exactly / view.scale / self._norms.numpy(), -1e38, 1e38)
-        narrow: Array = (scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32)
+        narrow: np.ndarray = (scaled - 1e-6 * np.abs(scaled) - TINY).astype(np.float32)
         return narrow
 
     def _worth(self, view: View) -> int:

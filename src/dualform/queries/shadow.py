@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +34,7 @@ TINY = 1e-30  # more than what underflow can lose where nothing is above 1
 Rows = Callable[[], Iterator[tuple[Int64[Tensor, " rows"], Float[Tensor, "rows dim_in"]]]]
 
 Levels = tuple[Float32[Tensor, "..."], ...]
-Array = np.ndarray[Any, np.dtype[Any]]
-Arrays = tuple[Array, ...]
+Arrays = tuple[Float32[np.ndarray, "..."], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +64,7 @@ class Shadow:
         return torch.nn.functional.pad(self.basis, (0, -self.basis.shape[1] % 8))
 
     @cached_property
-    def padded_array(self) -> Array:
+    def padded_array(self) -> Float64[np.ndarray, "dim_in columns"]:
         """The same as the compiled loops read it."""
         return self.padded.numpy()
 
@@ -248,7 +246,7 @@ def row_norms(queries: Float[Tensor, "queries dim_in"]) -> Float64[Tensor, " que
     fast = compiled(0)
     if fast is not None and queries.dtype == torch.float32 and queries.is_contiguous():
         found = torch.empty(len(queries), dtype=torch.float64)
-        in_parts(fast.norms, len(queries) // MANY, queries.detach().numpy(), found.numpy())
+        in_parts(fast.norms, len(queries) // MANY, queries.numpy(), found.numpy())
         return found
     with alone():
         norms: Tensor = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
@@ -267,8 +265,8 @@ class Asked:
     """What the rows of a shadow are multiplied with, for queries whose norm (with their offset) is at most 1."""
 
     levels: Arrays
-    fine: Array
-    offsets: Array | None
+    fine: Float32[np.ndarray, "queries fine"]
+    offsets: Float32[np.ndarray, " queries"] | None
 
     @classmethod
     def of(
@@ -284,22 +282,22 @@ class Asked:
         if fast is None:
             head = _heads(shadow, queries)[:, : shadow.basis.shape[1]] * scales[:, None]
             tail = _tail(head, sizes)
-            fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float()
+            fine = torch.cat([head, tail[:, None], torch.full_like(tail, SLACK)[:, None]], dim=1).float().numpy()
             if extended:
                 head = torch.cat([scales[:, None], head], dim=1)
             levels = tuple(level.numpy() for level in _levels(head, tail))
-            return cls(levels, fine.numpy(), scales.float().numpy() if extended else None)
+            return cls(levels, fine, scales.float().numpy() if extended else None)
         if count <= FEWEST and queries.dtype == torch.float32 and queries.is_contiguous():
             heads = np.zeros((count, shadow.padded.shape[1]))
-            fast.project(queries.detach().numpy(), shadow.padded_array, heads)
+            fast.project(queries.numpy(), shadow.padded_array, heads)
         else:
             heads = _heads(shadow, queries).numpy()
-        found = tuple(np.empty((count, stop - start + 1), np.float32) for start, stop in SPANS)
-        finely, factors = np.empty((count, shadow.basis.shape[1] + 2), np.float32), scales.numpy()
-        in_parts(fast.ask, count // MANY, heads, sizes.numpy(), factors, extended, SLACK, found, finely)
-        return cls(found, finely, factors.astype(np.float32) if extended else None)
+        levels = tuple(np.empty((count, stop - start + 1), np.float32) for start, stop in SPANS)
+        fine, factors = np.empty((count, shadow.basis.shape[1] + 2), np.float32), scales.numpy()
+        in_parts(fast.ask, count // MANY, heads, sizes.numpy(), factors, extended, SLACK, levels, fine)
+        return cls(levels, fine, factors.astype(np.float32) if extended else None)
 
-    def __getitem__(self, which: Array) -> Asked:
+    def __getitem__(self, which: Int64[np.ndarray, " some"]) -> Asked:
         offsets = None if self.offsets is None else self.offsets[which]
         return Asked(tuple(level[which] for level in self.levels), self.fine[which], offsets)
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from dualform.queries.best import best_events, suits
+from dualform.queries.best import best_events, suits, tame
 from dualform.queries.examples import best_examples, suits_examples
 from dualform.queries.focus import Focus
 from dualform.queries.plan import GroupTotals, Plan, answer, group_totals
@@ -14,16 +14,18 @@ from dualform.queries.reducers import Top, TopWithin, rank_keys
 from dualform.queries.results import Explanation, TopEvents, TopGroups
 from dualform.queries.scorers import Scorer
 from dualform.queries.selection import Grouping
+from dualform.queries.shadow import row_norms
 
 
 def top_events(focus: Focus, scorer: Scorer, k: int, order: str, grouping: Grouping | None) -> Plan[TopEvents]:
     """The k best events of every query; with a grouping, of every group. By the index, or else by a scan."""
     groups = None if grouping is None else grouping.groups
-    if not suits(focus.memory, focus.weight, k):
+    if not suits(focus.memory, focus.weight, k) or not tame(norms := row_norms(scorer.queries)):
         return _scan(focus, scorer, k, order, grouping)
 
     def finish(rows: int) -> TopEvents:
-        found = best_events(focus.memory, focus.weight, focus.until, focus.selection, scorer, k, order, grouping)
+        about = focus.memory, focus.weight, focus.until, focus.selection
+        found = best_events(*about, scorer, norms, k, order, grouping)
         if found is None:
             return answer(_scan(focus, scorer, k, order, grouping))
         fields = dict(zip(Top.FIELDS, found.numbers.unbind(-1), strict=True))

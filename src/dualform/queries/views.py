@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float32, Float64, Int64
 from torch import Tensor
 
 from dualform.fast import LANES
-from dualform.queries.shadow import Levels, Shadow, leveled, widened
+from dualform.queries.shadow import Arrays, Levels, Shadow, leveled, widened
 
 STEP = 4096  # rows that are made at a time
 
@@ -57,7 +57,7 @@ class View:
         parts = self.shadow.fine, self.shadow.numbers, rows, self.sizes, self.ascending, weights, offsets
         return tuple(part.numpy() for part in parts)
 
-    def level_arrays(self, rows: int) -> tuple[np.ndarray[Any, np.dtype[Any]], ...]:
+    def level_arrays(self, rows: int) -> Arrays:
         """The same levels as the compiled loop reads them."""
         if self.rows is None:
             return self.shadow.level_arrays
@@ -131,4 +131,4 @@ class View:
         if self.names is not None:
             return self.names[at]
         at = at if self.rows is None else self.rows[at]
-        return torch.from_numpy(self.arrays[1][at.numpy()])  # for some dozen, a fraction of torch's time
+        return torch.from_numpy(self.shadow.numbers.numpy()[at.numpy()])  # for some dozen, a fraction of torch's time
