@@ -80,7 +80,7 @@ def test_pairs_that_are_hard_to_round_are_found_in_every_part(fast: bool, monkey
     monkeypatch.setattr("dualform.fast.threads", lambda: 3)
     keys, queries = rows_of("whole numbers", 400, 24, 1), torch.ones(3, 24)
     # Half-way between two fp32 numbers, but for a last term that decides: in the last parts alone.
-    keys[300:] = 0.0
+    keys[:300], keys[300:] = keys[:300].abs() + 1.0, 0.0
     keys[300:, 0], keys[300:, 1], keys[300:, 2] = 1.0, 2.0**-24, torch.tensor([2.0**-90, -(2.0**-90)]).repeat(50)
     keys[350:] = -keys[350:]
     at_key, at_query = torch.arange(400).repeat(3), torch.arange(3).repeat_interleave(400)
