@@ -15,7 +15,7 @@ from dualform.queries.coarse import Coarse
 from dualform.queries.index import Index, index_of
 from dualform.queries.search import Search
 from dualform.queries.selection import Grouping
-from queries.test_shadow import KINDS, always, loops, record, rows_of, same
+from queries.test_shadow import KINDS, OUT_OF_RANGE, always, loops, record, rows_of, same
 
 
 @pytest.fixture(autouse=True)
@@ -130,11 +130,13 @@ def test_a_scan_finds_what_is_there(kind: str, order: str, way: str, tmp_path: P
     ):
         for queries in (asked, asked[:1], asked[:7]):
             attention = memory.attend(None, {"": queries})[""]
-            answered = same(attention, 7, order)
-            same(attention.where(label=[0, 2]), 3, order)
-            same(attention, 6, order, Grouping.by(memory, "label"))
-            same(attention.where(label=[0, 2]), 6, order, Grouping.by(memory, "step"))
-            assert answered or kind in ("denormal", "fp64 tiny", "constant", "huge", "one huge", "wide range")
+            answered = [
+                same(attention, 7, order),
+                same(attention.where(label=[0, 2]), 3, order),
+                same(attention, 6, order, Grouping.by(memory, "label")),
+                same(attention.where(label=[0, 2]), 6, order, Grouping.by(memory, "step")),
+            ]
+            assert all(answered) or kind in OUT_OF_RANGE
     if way == "keys":
         assert not list((tmp_path / "run/derived/shadow").glob("bytes-*"))
 

@@ -37,6 +37,10 @@ KINDS = [
 ]  # fmt: skip
 
 
+# Kinds whose products may leave the range of fp32, or of which too many are alike, so that a scan in fp64 answers.
+OUT_OF_RANGE = ("denormal", "fp64 tiny", "constant", "huge", "one huge", "wide range")
+
+
 def rows_of(kind: str, count: int, width: int, seed: int) -> Tensor:
     """Keys, some of them made to break a bound."""
     generator = torch.Generator().manual_seed(seed)
@@ -203,16 +207,18 @@ def test_the_index_finds_what_a_scan_finds(kind: str, order: str, tmp_path: Path
     queries = queries[queries.norm(dim=1) > 0]
     attention = memory.attend(None, {"": queries})[""]
     with always():
-        answered = same(attention, 7, order)
-        same(attention.where(label=[0, 2]), 3, order)
-        same(attention.where(step=slice(2, 4)), 5, order)
-        same(memory.attend(None, {"": queries}, until=3)[""], 5, order)
-        same(attention, 4, order, Grouping.by(memory, "label"))
+        answered = [
+            same(attention, 7, order),
+            same(attention.where(label=[0, 2]), 3, order),
+            same(attention.where(step=slice(2, 4)), 5, order),
+            same(memory.attend(None, {"": queries}, until=3)[""], 5, order),
+            same(attention, 4, order, Grouping.by(memory, "label")),
+        ]
+    assert all(answered) or kind in ("denormal", "fp64 tiny", "constant")
     with mock.patch.object(Search, "_worth", return_value=0):
-        same(attention, 7, order)
-        same(attention.where(label=[0, 2]), 3, order)
-    assert answered or kind in ("denormal", "fp64 tiny", "constant")
-    if answered:
+        scanned = same(attention, 7, order), same(attention.where(label=[0, 2]), 3, order)
+    assert all(scanned) or kind in OUT_OF_RANGE
+    if answered[0]:
         with always():
             assert attention.top(7, order=order).explain().startswith("certified shadow")
 
@@ -429,7 +435,7 @@ def test_ties_are_decided_by_event(order: str, k: int, tmp_path: Path) -> None:
         assert same(attention, k, order)
         assert same(attention.contributions(unit=1), k, order)
     with mock.patch.object(Search, "_worth", return_value=0):
-        same(attention, k, order)
+        assert same(attention, k, order)
 
 
 def test_keys_at_hand_stay_what_they_are_while_others_come_and_go(tmp_path: Path) -> None:

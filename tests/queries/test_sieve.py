@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dualform import compiled
 from dualform.queries.flat import tiles_of
-from dualform.queries.sieve import Sieve, Wanted, all_left
+from dualform.queries.sieve import Sieve, Tile, Wanted, all_left
 
 
 @pytest.mark.parametrize("fast", [None, compiled])
@@ -58,3 +58,19 @@ def test_too_many_are_told() -> None:
     for module in (None, compiled):
         assert not Sieve(wanted, 400, module).take(tile, slice(0, 300))
         assert Sieve(wanted, 600, module).take(tile, slice(0, 300))
+
+
+@pytest.mark.parametrize("fast", [None, compiled])
+def test_a_bound_holds_where_every_error_is_as_large_as_it_may_be(fast: ModuleType | None) -> None:
+    # x · q for x = 1 and q = -1/2; what is multiplied is x + 1/4, the longest it may be, and q - 1/4.
+    one = torch.ones(1, dtype=torch.float64)
+    wanted = Wanted(-one[:, None] / 2, one / 2, 0 * one, -one / 2, 1, False)
+    tile = Tile(
+        0, lambda _, values: values.fill_(-1.25 * 0.75), torch.float32, torch.ones(1), one, torch.full((1,), 0.25),
+        torch.ones(1), one / 4,
+    )  # fmt: skip
+    sieve = Sieve(wanted, 10, fast)
+    assert sieve.take(tile, slice(0, 1))
+    asking, ids, bounds = all_left([sieve])
+    assert asking.tolist() == ids.tolist() == [0]
+    assert -0.5 <= float(bounds) < -0.49

@@ -285,8 +285,6 @@ class TensorFile:
                 return None
         data: Rows = np.empty((len(places), width), dtype=np.uint8) if into is None else into
         arguments = descriptor.number, places, data
-        if data.nbytes < 2 * PART:  # mostly: some rows of every file
-            return data if loops.read_rows(*arguments, 0, 1) else None
         return data if all(in_parts(loops.read_rows, data.nbytes // PART, *arguments)) else None
 
     def _few(self, descriptor: Descriptor, at: int, width: int, rows: list[int]) -> Rows:

@@ -53,6 +53,7 @@ class Best:
         return Explanation(way, self.scored, self.nan)
 
 
+@in_full_precision()
 def best_events(
     memory: StoredMemory,
     weight: int,
@@ -68,21 +69,6 @@ def best_events(
 
     `norms` are those of the scorer's queries, and tame.
     """
-    with in_full_precision():
-        return _best_events(memory, weight, until, selection, scorer, norms, k, order, grouping)
-
-
-def _best_events(
-    memory: StoredMemory,
-    weight: int,
-    until: int,
-    selection: Selection,
-    scorer: Scorer,
-    norms: Float64[Tensor, " queries"],
-    k: int,
-    order: str,
-    grouping: Grouping | None,
-) -> Best | None:
     index = index_of(memory)
     table = index.table(weight)
     chosen = _chosen(memory, table, until, selection)

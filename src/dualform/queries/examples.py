@@ -69,13 +69,14 @@ def _exact(sums: ExampleSums, queries: Tensor, ids: Tensor, at_query: Tensor) ->
 
 
 def _search(found: Found, view: View, sums: ExampleSums, queries: Tensor, order: str) -> bool:
+    norms = row_norms(queries)
     for sign in {"largest": (1.0,), "smallest": (-1.0,), "absolute": (1.0, -1.0)}[order]:
 
         def exact(ids: Tensor, at_query: Tensor, sign: float = sign) -> Tensor:
             scores = _exact(sums, queries, ids, at_query)
             return scores.abs() if order == "absolute" else scores * sign
 
-        if not Search(queries, row_norms(queries), found, sign).run(view, exact):
+        if not Search(queries, norms, found, sign).run(view, exact):
             return False
     return True
 
