@@ -1,4 +1,4 @@
-"""Checksums by a compiled loop: those of the xxhash package, whatever was summed before, and wherever pieces meet."""
+"""Checksums and hashes by compiled loops: those of the xxhash package, whatever was summed before."""
 
 import itertools
 from pathlib import Path
@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dualform
+from dualform.fast import load
+from dualform.memory import ledger
 from dualform.memory.blocksums import BLOCK, BlockSums
 from dualform.memory.files import CHUNK, checksums
+from dualform.memory.ledger import SHORTEST, Ledger
 from dualform.recording import swift
 
 xxh3 = pytest.importorskip("dualform.memory.xxh3")
@@ -95,3 +98,40 @@ def test_a_recording_sums_what_it_copies(keep: str, tmp_path: Path, monkeypatch:
     for segment in dualform.open(tmp_path / "run").manifest.segments:
         content = (tmp_path / "run" / segment.file.file).read_bytes()
         assert segment.file.checksums == plainly(content)
+
+
+@pytest.mark.parametrize("width", [241, 256, 300, 1000, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 3136])
+def test_the_hash_of_a_row_is_that_of_the_package(width: int) -> None:
+    rows = np.random.default_rng(width).integers(0, 256, (20, width), dtype=np.uint8)
+    rows[0], rows[1] = 0, 255
+    result = np.empty((20, 2), dtype=np.uint64)
+    xxh3.hash_rows(rows.ctypes.data, width, result)
+    assert [f"{high:016x}{low:016x}" for high, low in result.tolist()] == list(map(xxhash.xxh3_128_hexdigest, rows))
+
+
+@pytest.mark.parametrize(
+    "width, dtype",
+    [(1, torch.float32), (5, torch.float32), (8, torch.float64), (3, torch.bfloat16), (784, torch.float32)],
+)
+def test_a_ledger_finds_the_same_repeated_keys(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loop, without it, and with the loop from the middle of a run on."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    examples = torch.randint(30, (6, 40), generator=generator).numpy()
+    keys = torch.randn(30, width, generator=generator).to(dtype)
+    loops: list[str] = []
+    monkeypatch.setattr(ledger, "load", lambda name: loops.append(name) or load(name))
+    for many in (0, 1 << 60, 100 * max(width * dtype.itemsize, SHORTEST)):
+        monkeypatch.setattr(ledger, "MANY", many)
+        book, answers = Ledger(), []
+        for number, ids in enumerate(examples):
+            rows = keys[torch.from_numpy(ids)].clone()
+            if number == 3:
+                rows[::4] += 1  # changed: new keys for these examples
+            new, numbers = book.enter([rows[:10], rows[10:]], ids, np.zeros_like(ids))
+            answers.append((new.tolist(), numbers.tolist()))
+        found.append((answers, len(loops)))
+        loops.clear()
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert [count for _, count in found] == [12, 0, 7], "how often the loop was asked for"
+    assert not all(found[0][0][1][0]), "some keys came again"

@@ -18,7 +18,8 @@ from dualform.fast import load
 from dualform.memory.files import tensor_bytes
 
 SLOTS = 1 << 22  # pairs of example and position that a ledger keeps: 100 MB
-MANY = 1 << 22  # bytes of keys at once from which on a compiled loop pays
+MANY = 1 << 22  # bytes of keys from which on a compiled loop pays, which leaves the interpreter to the training
+SHORTEST = 256  # bytes that are hashed of every key: of 240 or less XXH3 is another function
 TRIES = 1000  # comparisons without a single match after which a weight's keys are not compared any more
 
 Numbers = Int64[np.ndarray, "_"]
@@ -37,8 +38,7 @@ class Ledger:
         self._number = np.full(1, -1, dtype=np.int64)
         self._hash = np.zeros((1, 2), dtype=np.uint64)
         self._tries, self._matches = 0, 0
-        self._loop: Callable[..., None] | None = None
-        self._chosen = False
+        self._hashed = 0
 
     @property
     def hopeless(self) -> bool:
@@ -59,7 +59,6 @@ class Ledger:
         slots = self._slots(examples, positions)
         if self.hopeless or any(part.dtype != self._dtype for part in keys) or not (slots >= 0).any():
             return np.ones(len(examples), dtype=bool), self.append(len(examples))
-        self._choose(sum(part.nbytes for part in keys))
         hashes = np.concatenate([self._hashes(part) for part in keys])
         known = (slots >= 0) & (self._number[slots] >= 0)
         before = self._hash[slots]
@@ -73,23 +72,20 @@ class Ledger:
         self._matches += int(same.sum())
         return new, numbers
 
-    def _choose(self, size: int) -> None:
-        """By a compiled loop, which leaves the interpreter alone, where the first keys are many; never both ways."""
-        if not self._chosen:
-            self._chosen = True
-            loops = load("dualform.memory.murmur") if size >= MANY else None
-            self._loop = None if loops is None else loops.hash_rows
-
     def _hashes(self, keys: Tensor) -> np.ndarray:
-        """128 bits of every key."""
+        """128 bits of every key: XXH3 of its bytes, and zeros where they are few."""
         if not len(keys):
             return np.zeros((0, 2), dtype=np.uint64)
-        if self._loop is None:
-            return _by_xxhash(keys)
-        words = np.frombuffer(tensor_bytes(keys), dtype=np.uint8).reshape(len(keys), -1)
-        words = np.pad(words, ((0, 0), (0, -words.shape[1] % 16))) if words.shape[1] % 16 else words
+        rows = np.frombuffer(tensor_bytes(keys), dtype=np.uint8).reshape(len(keys), -1)
+        if rows.shape[1] < SHORTEST:
+            rows = np.pad(rows, ((0, 0), (0, SHORTEST - rows.shape[1])))
+        self._hashed += rows.nbytes
+        loops = load("dualform.memory.xxh3") if self._hashed >= MANY else None
+        if loops is None:
+            digests = b"".join(xxhash.xxh3_128_digest(row.data) for row in rows)
+            return np.frombuffer(digests, dtype=">u8").astype(np.uint64).reshape(-1, 2)
         result = np.empty((len(keys), 2), dtype=np.uint64)
-        self._loop(words.view(np.uint64), result)
+        loops.hash_rows(rows.ctypes.data, rows.shape[1], result)
         return result
 
     def _recall(self) -> None:
@@ -98,7 +94,6 @@ class Ledger:
             earlier, self._earlier = self._earlier(), None
             for keys, examples, positions, numbers in earlier:
                 self._dtype = self._dtype or keys.dtype
-                self._choose(keys.nbytes)
                 if keys.dtype == self._dtype:
                     self._remember(self._slots(examples, positions), self._hashes(keys), numbers)
 
@@ -153,10 +148,3 @@ def _grown(array: np.ndarray, size: int, fill: int) -> np.ndarray:
     grown = np.full((size, *array.shape[1:]), fill, dtype=array.dtype)
     grown[: len(array)] = array
     return grown
-
-
-def _by_xxhash(keys: Tensor) -> np.ndarray:
-    data = tensor_bytes(keys)
-    width = len(data) // len(keys)
-    digests = [xxhash.xxh3_128_digest(data[at : at + width]) for at in range(0, len(data), width)]
-    return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)

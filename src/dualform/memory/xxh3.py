@@ -1,8 +1,8 @@
-"""XXH3 of whole chunks by a compiled loop, in two halves.
+"""XXH3 by compiled loops: of rows at once, which needs no interpreter (the training has it), and of whole chunks.
 
-Within a block of 1 KB the eight sums of XXH3 are plain sums over its stripes, whatever came before it. So they can be
-taken while a block is copied and lies in the cache (`sum_blocks`); what is left at the end is a look at eight numbers
-for each (`checksum_chunks`).
+Within a block of 1 KB the eight sums of XXH3 are plain sums over its stripes, whatever came before it. So those of a
+chunk can be taken while a block is copied and lies in the cache (`sum_blocks`); what is left at the end is a look at
+eight numbers for each (`checksum_chunks`).
 """
 
 from typing import Any, no_type_check
@@ -36,8 +36,11 @@ def _words(at: int) -> list[int]:
     return [int.from_bytes(SECRET[at + 8 * lane : at + 8 * lane + 8], "little") for lane in range(8)]
 
 
+_secret = np.frombuffer(SECRET, dtype=np.uint8)
 _starting = np.array(START, dtype=np.uint64)
-_scrambling, _merging = (np.array(_words(at), dtype=np.uint64) for at in (len(SECRET) - STRIPE, 11))
+_scrambling, _merging, _merging_high = (
+    np.array(_words(at), dtype=np.uint64) for at in (len(SECRET) - STRIPE, 11, len(SECRET) - STRIPE - 11)
+)
 
 
 @no_type_check
@@ -49,21 +52,40 @@ def _summing(places) -> Any:
     def summed(context, source, target) -> Any:
         def generate(context, builder, signature, arguments) -> Any:
             pointer, place = (builder.inttoptr(address, _LANES.as_pointer()) for address in arguments)
-            low, half = (ir.Constant(_LANES, [number] * 8) for number in (0xFFFFFFFF, 32))
-            other = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
             total = ir.Constant(_LANES, [0] * 8)
             for stripe, at in enumerate(places):
                 data = builder.load(builder.gep(pointer, [ir.Constant(_LONG, stripe)]), align=1)
-                mixed = builder.xor(data, ir.Constant(_LANES, _words(at)))
-                product = builder.mul(builder.and_(mixed, low), builder.lshr(mixed, half))
-                swapped = builder.shuffle_vector(data, data, other)
-                total = builder.add(total, builder.add(product, swapped))
+                total = builder.add(total, _mixed(builder, data, ir.Constant(_LANES, _words(at))))
             builder.store(total, place, align=8)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64), generate
 
     return summed
+
+
+@no_type_check
+def _mixed(builder, data, secret) -> Any:
+    """What a stripe, mixed with a part of the secret, adds to the sums."""
+    low, half = (ir.Constant(_LANES, [number] * 8) for number in (0xFFFFFFFF, 32))
+    other = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    both = builder.xor(data, secret)
+    product = builder.mul(builder.and_(both, low), builder.lshr(both, half))
+    return builder.add(product, builder.shuffle_vector(data, data, other))
+
+
+@intrinsic
+@no_type_check
+def _add_stripe(context, source, secret, target) -> Any:
+    """Add a single stripe, mixed with what is at an address, to the sums."""
+
+    def generate(context, builder, signature, arguments) -> Any:
+        pointers = [builder.inttoptr(address, _LANES.as_pointer()) for address in arguments]
+        data, key, total = (builder.load(pointer, align=1) for pointer in pointers)
+        builder.store(builder.add(total, _mixed(builder, data, key)), pointers[2], align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 _PLACES = [SLIDE * stripe for stripe in range(BLOCK // STRIPE)]
@@ -117,11 +139,20 @@ def sum_blocks(source: int, target: int, size: int, table: int) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _merged(total: Array) -> int:
-    """The checksum that eight sums of a chunk make."""
-    merged = np.uint64(CHUNK) * np.uint64(START[1])
+def _scramble(total: Array) -> None:
+    """After every block but the last."""
+    for lane in range(8):
+        value = total[lane]
+        total[lane] = (value ^ (value >> np.uint64(47)) ^ _scrambling[lane]) * np.uint64(START[7])
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _merged(total: Array, start: int, words: Array) -> int:
+    """The checksum that the eight sums make."""
+    merged = start
     for at in range(0, 8, 2):
-        merged += _folded(total[at] ^ _merging[at], total[at + 1] ^ _merging[at + 1])
+        merged += _folded(total[at] ^ words[at], total[at + 1] ^ words[at + 1])
     merged ^= merged >> np.uint64(37)
     merged *= np.uint64(0x165667919E3779F9)
     return merged ^ (merged >> np.uint64(32))
@@ -164,10 +195,30 @@ def checksum_chunks(pieces: Array, result: Array) -> None:
                 total[lane] += each[lane]
             block += 1
             if block < BLOCKS:
-                for lane in range(8):
-                    value = total[lane]
-                    total[lane] = (value ^ (value >> np.uint64(47)) ^ _scrambling[lane]) * np.uint64(START[7])
+                _scramble(total)
             else:
-                result[chunk] = _merged(total)
+                result[chunk] = _merged(total, np.uint64(CHUNK) * np.uint64(START[1]), _merging)
                 total[:] = _starting
                 block, chunk = 0, chunk + 1
+
+
+@numba.njit("void(i8, i8, u8[:, ::1])", cache=True, nogil=True, error_model="numpy")
+@no_type_check
+def hash_rows(rows: int, width: int, result: Array) -> None:
+    """The 128-bit hash of every row, its high half first; they begin at an address, and are longer than 240 bytes."""
+    total, fresh, secret = np.empty(8, dtype=np.uint64), np.empty(8, dtype=np.uint64), _secret.ctypes.data
+    size = np.uint64(width)
+    blocks = (width - 1) // BLOCK
+    for row in range(len(result)):
+        start = rows + width * row
+        total[:] = _starting
+        for block in range(blocks):
+            _sum_block(start + BLOCK * block, fresh.ctypes.data)
+            for lane in range(8):
+                total[lane] += fresh[lane]
+            _scramble(total)
+        for stripe in range((width - 1) % BLOCK // STRIPE):
+            _add_stripe(start + BLOCK * blocks + STRIPE * stripe, secret + SLIDE * stripe, total.ctypes.data)
+        _add_stripe(start + width - STRIPE, secret + len(SECRET) - STRIPE - 7, total.ctypes.data)
+        result[row, 0] = _merged(total, ~(size * np.uint64(START[2])), _merging_high)
+        result[row, 1] = _merged(total, size * np.uint64(START[1]), _merging)
