@@ -37,7 +37,7 @@ def arena(size: int, seed: int) -> tuple[np.ndarray, BlockSums]:
 def summed(sums: BlockSums, rows: np.ndarray, start: int, stop: int) -> None:
     """Have a copy of some of the bytes summed, as if they were copied to where they are."""
     source = rows[start:stop].copy()
-    xxh3.sum_blocks(source.ctypes.data, rows.ctypes.data + start, len(source), sums.table)
+    xxh3.copy_blocks(source.ctypes.data, rows.ctypes.data + start, len(source), sums.table)
 
 
 @given(
@@ -58,6 +58,20 @@ def test_checksums_are_those_of_the_package(
     outer = [memoryview(np.random.default_rng(size).bytes(size)) for size in (before, after)]
     pieces = [outer[0], *inner, outer[1]]
     assert checksums(pieces, sums) == plainly(b"".join(map(bytes, pieces)))
+
+
+@pytest.mark.parametrize("start, size", [(0, 4096), (1, 4096), (1023, 2), (1000, 24), (500, 100), (64, 3000), (5, 0)])
+def test_the_whole_blocks_are_copied_and_nothing_else(start: int, size: int) -> None:
+    place, sums = arena(8 * BLOCK, 0)
+    source = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+    before = place.copy()
+    first, stop = xxh3.copy_blocks(source.ctypes.data, place.ctypes.data + start, size, sums.table)
+    assert (stop - first) % BLOCK == 0 and 0 <= first <= stop <= size
+    assert first == stop or (start + first) % BLOCK == 0
+    assert first < BLOCK or first == stop == size
+    assert size - stop < BLOCK
+    before[start + first : start + stop] = source[first:stop]
+    np.testing.assert_array_equal(place, before)
 
 
 def test_only_what_was_summed_is_believed() -> None:

@@ -1,7 +1,7 @@
 """XXH3 by compiled loops: of rows at once, which needs no interpreter (the training has it), and of whole chunks.
 
 Within a block of 1 KB the eight sums of XXH3 are plain sums over its stripes, whatever came before it. So those of a
-chunk can be taken while a block is copied and lies in the cache (`sum_blocks`); what is left at the end is a look at
+chunk can be taken while a block is copied and lies in the cache (`copy_blocks`); what is left at the end is a look at
 eight numbers for each (`checksum_chunks`).
 """
 
@@ -44,24 +44,37 @@ _scrambling, _merging, _merging_high = (
 
 
 @no_type_check
-def _summing(places) -> Any:
-    """An intrinsic that adds up the stripes of a block, each mixed with the secret from such a place on."""
+def _summing(places, copied=False) -> Any:
+    """An intrinsic that adds up the stripes of a block, each mixed with the secret from such a place on.
+
+    `copied` also puts the block where it is told to, past the caches, which belong to the training.
+    """
+
+    @no_type_check
+    def generate(context, builder, signature, arguments) -> Any:
+        source, sums, *target = (builder.inttoptr(address, _LANES.as_pointer()) for address in arguments)
+        total = ir.Constant(_LANES, [0] * 8)
+        for stripe, at in enumerate(places):
+            here = [ir.Constant(_LONG, stripe)]
+            data = builder.load(builder.gep(source, here), align=1)
+            for place in target:
+                stored = builder.store(data, builder.gep(place, here), align=STRIPE)
+                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            total = builder.add(total, _mixed(builder, data, ir.Constant(_LANES, _words(at))))
+        builder.store(total, sums, align=8)
+        return context.get_dummy_value()
 
     @intrinsic
     @no_type_check
-    def summed(context, source, target) -> Any:
-        def generate(context, builder, signature, arguments) -> Any:
-            pointer, place = (builder.inttoptr(address, _LANES.as_pointer()) for address in arguments)
-            total = ir.Constant(_LANES, [0] * 8)
-            for stripe, at in enumerate(places):
-                data = builder.load(builder.gep(pointer, [ir.Constant(_LONG, stripe)]), align=1)
-                total = builder.add(total, _mixed(builder, data, ir.Constant(_LANES, _words(at))))
-            builder.store(total, place, align=8)
-            return context.get_dummy_value()
-
+    def summed(context, source, sums) -> Any:
         return types.void(types.int64, types.int64), generate
 
-    return summed
+    @intrinsic
+    @no_type_check
+    def summed_and_copied(context, source, sums, target) -> Any:
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return summed_and_copied if copied else summed
 
 
 @no_type_check
@@ -90,6 +103,7 @@ def _add_stripe(context, source, secret, target) -> Any:
 
 _PLACES = [SLIDE * stripe for stripe in range(BLOCK // STRIPE)]
 _sum_block = _summing(_PLACES)
+_copy_block = _summing(_PLACES, copied=True)
 _sum_last = _summing([*_PLACES[:-1], len(SECRET) - STRIPE - 7])  # of a chunk: its last stripe is mixed otherwise
 
 
@@ -127,14 +141,21 @@ def _bytes(context, address) -> Any:
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def sum_blocks(source: int, target: int, size: int, table: int) -> None:
-    """Sum the whole blocks of what is being copied to an arena from elsewhere; the table is that of BlockSums."""
+def copy_blocks(source: int, target: int, size: int, table: int) -> tuple[int, int]:
+    """Copy and sum the whole blocks of what is to be copied to an arena; where they begin and end, in bytes.
+
+    The table is that of BlockSums.
+    """
     numbers = numba.carray(_at(table), 3)
     start, sums, known = np.int64(numbers[0]), np.int64(numbers[1]), np.int64(numbers[2])
     first, stop = (target - start + BLOCK - 1) // BLOCK, (target - start + size) // BLOCK
     for block in range(first, stop):
-        _sum_block(source + (start + BLOCK * block - target), sums + STRIPE * block)
+        place = start + BLOCK * block
+        _copy_block(source + (place - target), sums + STRIPE * block, place)
         numba.carray(_bytes(known + block), 1)[0] = np.uint8(1)
+    if first >= stop:
+        return size, size
+    return start + BLOCK * first - target, start + BLOCK * stop - target
 
 
 @numba.njit(nogil=True, error_model="numpy")

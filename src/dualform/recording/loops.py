@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from dualform.memory.xxh3 import sum_blocks
+from dualform.memory.xxh3 import copy_blocks
 from dualform.recording.jobs import COMPARE, COPY, FIELDS, HEAD, JOBS, PROJECT, SPOILED, TAKE
 
 Array = np.ndarray[Any, Any]
@@ -136,10 +136,8 @@ def _put(context, target, source) -> Any:
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _move(source: int, target: int, count: int, sums: int) -> None:
-    """Copy numbers that nobody will look at soon, and sum their blocks for the checksums, where there is a table."""
-    if sums:
-        sum_blocks(source, target, 4 * count, sums)
+def _move(source: int, target: int, count: int) -> None:
+    """Copy numbers that nobody will look at soon."""
     numbers, place = carray(_floats(source), count), carray(_floats(target), count)
     at = 0
     while at < count and (target + 4 * at) % (4 * LINE):
@@ -151,6 +149,17 @@ def _move(source: int, target: int, count: int, sums: int) -> None:
     while at < count:
         place[at] = numbers[at]
         at += 1
+
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _keep(source: int, target: int, count: int, sums: int) -> None:
+    """Copy numbers to the arena, and sum their blocks for the checksums, where there is a table."""
+    start = stop = 4 * count
+    if sums:
+        start, stop = copy_blocks(source, target, 4 * count, sums)
+    _move(source, target, start // 4)
+    _move(source + stop, target + stop, count - stop // 4)
 
 
 @numba.njit(nogil=True, error_model="numpy")
@@ -172,10 +181,10 @@ def _take(job: Array, part: int) -> None:
     heads = carray(_floats(job[11] + 4 * (5 * out * parts + 4 * start)), (count, 4))
     sums = carray(_doubles(_after(job)), 2 * parts)
     if job[8]:
-        _move(job[5] + 4 * start * width, job[8] + 4 * start * width, count * width, job[12])
+        _keep(job[5] + 4 * start * width, job[8] + 4 * start * width, count * width, job[12])
     _multiply(keys, carray(_floats(job[7]), (4, width)), heads)
     if job[9]:
-        _move(job[6] + 4 * start * out, job[9] + 4 * start * out, count * out, job[12])
+        _keep(job[6] + 4 * start * out, job[9] + 4 * start * out, count * out, job[12])
     _add_rows(heads, gradients, carray(_floats(job[11] + 20 * out * part), (5, out)))
     of_weight = of_bias = _NONE
     for row in range(count):
@@ -277,7 +286,7 @@ def _work(start) -> None:
             if _next(table, at + FIELDS - 1) == job[4] - 1 and not _took(job):  # that was the last part
                 table[SPOILED] = 1
         elif job[0] == COPY:
-            _move(job[5], job[10], job[1], 0)
+            _move(job[5], job[10], job[1])
         elif job[0] == COMPARE:
             _compare(job, turn)
         else:
