@@ -1,7 +1,7 @@
 """The memory on disk: immutable segments and one manifest. README.md beside this file has the byte layout."""
 
 from dualform.memory.columns import Column
-from dualform.memory.journal import Call, Journal, PassRow, StepRow
+from dualform.memory.journal import Call, Journal, StepRows
 from dualform.memory.manifest import Finding, Manifest
 from dualform.memory.stored import StoredMemory
 from dualform.memory.verify import Verification, repair, verify
@@ -13,8 +13,7 @@ __all__ = [
     "Finding",
     "Journal",
     "Manifest",
-    "PassRow",
-    "StepRow",
+    "StepRows",
     "StoredMemory",
     "Verification",
     "Writer",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,53 +49,58 @@ class Call:
         return self.keys.nbytes + values + 2 * self.examples.nbytes
 
 
-class PassRow(NamedTuple):
-    """With which scale a step took up the gradient that one backward pass left in one parameter."""
-
-    backward: int
-    parameter: int
-    scale: float
-
-
 @dataclass
-class StepRow:
-    """One step of one optimiser, for all journalled parameters: its settings, its probe, its events."""
+class StepRows:
+    """Steps of one optimiser, a row each, for all journalled parameters: their settings, their probe, their events.
+
+    `passes` say whose gradient a step took up: the backward pass, the parameter in which it left that, and the step's
+    row; `scales` say with which scale. `calls` are those of every weight, and `others` what was noted at every step.
+    """
 
     optimizer: int
-    settings: Float64[np.ndarray, "parameters columns"]
-    flags: UInt8[np.ndarray, " parameters"]
-    remainders: Float64[np.ndarray, " parameters"]
-    digests: Int64[np.ndarray, " parameters"]
-    passes: list[PassRow] = field(default_factory=list)
+    settings: Float64[np.ndarray, "steps parameters columns"]
+    flags: UInt8[np.ndarray, "steps parameters"]
+    remainders: Float64[np.ndarray, "steps parameters"]
+    digests: Int64[np.ndarray, "steps parameters"]
+    passes: Int64[np.ndarray, "passes 3"]
+    scales: Float64[np.ndarray, " passes"]
+    others: Sequence[Mapping[str, Tensor]]
     calls: dict[int, list[Call]] = field(default_factory=dict)
-    others: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def blank(cls, optimizer: int, parameters: int) -> StepRow:
-        """A step in which nothing happened to any parameter."""
+    def blank(cls, optimizer: int, parameters: int, others: Mapping[str, Tensor]) -> StepRows:
+        """One step in which nothing happened to any parameter."""
         return cls(
             optimizer,
-            np.zeros((parameters, len(COLUMNS))),
-            np.zeros(parameters, dtype=np.uint8),
-            np.zeros(parameters),
-            np.zeros(parameters, dtype=np.int64),
+            np.zeros((1, parameters, len(COLUMNS))),
+            np.zeros((1, parameters), dtype=np.uint8),
+            np.zeros((1, parameters)),
+            np.zeros((1, parameters), dtype=np.int64),
+            np.zeros((0, 3), dtype=np.int64),
+            np.zeros(0),
+            [others],
         )
 
+    def __len__(self) -> int:
+        return len(self.flags)
 
-def journal_tensors(rows: Sequence[StepRow], first_step: int) -> dict[str, list[Tensor]]:
+
+def journal_tensors(rows: Sequence[StepRows], first_step: int) -> dict[str, list[Tensor]]:
     """The journal's part of a segment."""
-    passes = [(row, first_step + at) for at, step in enumerate(rows) for row in step.passes]
-    numbers = [(row.backward, row.parameter, step) for row, step in passes]
-    stacked = {
-        "journal/optimizer": torch.tensor([row.optimizer for row in rows], dtype=torch.int64),
-        "journal/settings": torch.from_numpy(np.stack([row.settings for row in rows])),
-        "journal/flags": torch.from_numpy(np.stack([row.flags for row in rows])),
-        "journal/remainders": torch.from_numpy(np.stack([row.remainders for row in rows])),
-        "journal/digests": torch.from_numpy(np.stack([row.digests for row in rows])),
-        "journal/passes": torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3),
-        "journal/scales": torch.tensor([row.scale for row, _ in passes], dtype=torch.float64),
+    steps = [len(each) for each in rows]
+    passes = np.concatenate([each.passes for each in rows])
+    firsts = np.cumsum([first_step, *steps[:-1]])
+    passes[:, 2] += np.repeat(firsts, [len(each.passes) for each in rows])
+    joined = {
+        "optimizer": np.repeat([each.optimizer for each in rows], steps),
+        "settings": np.concatenate([each.settings for each in rows]),
+        "flags": np.concatenate([each.flags for each in rows]),
+        "remainders": np.concatenate([each.remainders for each in rows]),
+        "digests": np.concatenate([each.digests for each in rows]),
+        "passes": passes,
+        "scales": np.concatenate([each.scales for each in rows]),
     }
-    return {name: [tensor] for name, tensor in stacked.items()}
+    return {f"journal/{name}": [torch.from_numpy(array)] for name, array in joined.items()}
 
 
 class Journal:

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dualform.blocks import Block
-from dualform.memory.journal import Call, StepRow, journal_tensors
+from dualform.memory.journal import Call, StepRows, journal_tensors
 from dualform.memory.manifest import SegmentRecord
 from dualform.memory.mapped import TensorFile
 
@@ -32,7 +32,7 @@ class Entries:
 
 
 def segment_tensors(
-    rows: Sequence[StepRow], entries: Sequence[Entries], first_step: int, every_step: Sequence[str]
+    rows: Sequence[StepRows], entries: Sequence[Entries], first_step: int, every_step: Sequence[str]
 ) -> dict[str, Sequence[Tensor]]:
     """Everything a segment holds of some steps, each tensor in parts that are written one after another."""
     tensors: dict[str, Sequence[Tensor]] = {}
@@ -40,7 +40,7 @@ def segment_tensors(
         if entered.calls:
             tensors |= _weight_tensors(f"w{weight}", entered)
     for name in every_step:
-        tensors[f"other/{name}"] = [torch.stack([row.others[name] for row in rows])]
+        tensors[f"other/{name}"] = [torch.stack([other[name] for each in rows for other in each.others])]
     return tensors | journal_tensors(rows, first_step)
 
 

@@ -20,7 +20,7 @@ from dualform.memory.arena import Shape, Staging
 from dualform.memory.blocksums import BlockSums
 from dualform.memory.directory import SEGMENT, next_segment
 from dualform.memory.files import FINAL, Tensors, write_tensors
-from dualform.memory.journal import Call, StepRow
+from dualform.memory.journal import Call, StepRows
 from dualform.memory.ledger import Ledger
 from dualform.memory.manifest import Finding, Manifest, SegmentRecord, write_manifest
 from dualform.memory.segment import Entries, segment_tensors
@@ -34,7 +34,8 @@ LARGEST_ARENA = 1 << 30  # a single step beyond this is copied to memory made fo
 class _Gathered:
     """The steps since the last commit, and the calls of each weight with their steps."""
 
-    rows: list[StepRow] = field(default_factory=list)
+    rows: list[StepRows] = field(default_factory=list)
+    steps: int = 0
     calls: dict[int, list[tuple[int, Call]]] = field(default_factory=dict)
     bytes: int = 0
 
@@ -77,16 +78,17 @@ class Writer:
         """The bytes that have gathered since the last commit."""
         return self._gathered.bytes
 
-    def append(self, row: StepRow) -> None:
-        """Take one finished step."""
+    def append(self, rows: StepRows) -> None:
+        """Take finished steps."""
         if self._under_way is not None and self._under_way.done():
             self._settle()
         self._staging.wait()
-        self._steps += 1
-        gathered = self._gathered
-        gathered.rows.append(row)
-        for weight, calls in row.calls.items():
-            gathered.calls.setdefault(weight, []).extend((self._steps, call) for call in calls)
+        gathered, first = self._gathered, self._steps + 1
+        self._steps += len(rows)
+        gathered.rows.append(rows)
+        gathered.steps += len(rows)
+        for weight, calls in rows.calls.items():
+            gathered.calls.setdefault(weight, []).extend((first, call) for call in calls)
             gathered.bytes += sum(call.bytes for call in calls)
         if not self._staging.ready and gathered.bytes >= COMMIT_BYTES // 32:
             self._make_arenas()  # a run that small needs none
@@ -94,7 +96,7 @@ class Writer:
     def _make_arenas(self) -> None:
         """Room for as many steps like those so far as one commit takes."""
         gathered = self._gathered
-        share = COMMIT_BYTES / gathered.bytes + 2 / len(gathered.rows)
+        share = COMMIT_BYTES / gathered.bytes + 2 / gathered.steps
         shapes: dict[str, Shape] = {}
         for weight, calls in gathered.calls.items():
             for part in ("keys", "gradients"):
@@ -149,7 +151,7 @@ class Writer:
     def _write_segment(
         self, manifest: Manifest, gathered: _Gathered, extra: Tensors, sums: BlockSums | None
     ) -> Manifest:
-        first, last = manifest.steps + 1, manifest.steps + len(gathered.rows)
+        first, last = manifest.steps + 1, manifest.steps + gathered.steps
         entries = [self._enter(at, gathered.calls.get(at, [])) for at in range(len(manifest.weights))]
         tensors = {**segment_tensors(gathered.rows, entries, first, manifest.every_step), **extra}
         record = write_tensors(self.path, SEGMENT.format(self._number), tensors, paged=True, sums=sums)

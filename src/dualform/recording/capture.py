@@ -39,14 +39,8 @@ def _make_inert() -> Callable[..., None]:
     return inert
 
 
-class _ForwardHook:
+class _ForwardHook(partial):  # type: ignore[type-arg]
     """A module's forward hook; in a deep copy or a pickle of the model it does nothing."""
-
-    def __init__(self, capture: Capture, use: Use) -> None:
-        self._capture, self._use = capture, use
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._capture.shield(self._capture.saw_forward, self._use, args, kwargs, output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return inert
@@ -85,7 +79,7 @@ class Capture:
     def install(self) -> None:
         """Put the hooks on, ours before the user's: a hook that replaces an output must come after."""
         for use in self._targets.uses:
-            hook = _ForwardHook(self, use)
+            hook = _ForwardHook(self.shield, self.saw_forward, use)
             self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         for target in self._targets.parameters:
             # A frozen parameter takes no such hook, but keeps one it got before.
@@ -105,7 +99,9 @@ class Capture:
         self._ended_since.clear()
         self._accumulated.clear()
 
-    def saw_forward(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw_forward(
+        self, use: Use, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """A recorded module was called: wait for its gradient, if one can come."""
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
@@ -162,9 +158,11 @@ class Capture:
 
     def _by_routine(self, backward: Backward, calls: list[Known], rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Have compiled loops take in what has arrived; False where they cannot."""
-        if self._targets.swift.loops is None or not Taking.possible(rows):
+        if self._targets.swift.loops is None:
             return False
         if self._routine is None or not self._routine.matches(rows):
+            if not Taking.possible(rows):
+                return False
             self._routine = Taking(rows, self._values, self._targets.swift)
         found = self._routine.take(rows, self.reserve)
         if found is None:

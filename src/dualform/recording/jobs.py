@@ -8,6 +8,7 @@ the table of BlockSums for what is copied, and its sums are; a number to spare, 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from types import ModuleType
 
 import torch
@@ -84,7 +85,10 @@ class Table:
         return not numbers[SPOILED]
 
 
-def fits(matrix: Tensor) -> bool:
-    """Whether the loops can read a matrix or vector: fp32 numbers on the CPU, one row after the other."""
-    plain = matrix.dtype is torch.float32 and matrix.layout is torch.strided
-    return plain and matrix.is_cpu and matrix.is_contiguous()
+def fit(matrices: Iterable[Tensor]) -> bool:
+    """Whether the loops can read matrices or vectors: fp32 numbers on the CPU, one row after the other."""
+    for matrix in matrices:
+        plain = matrix.dtype is torch.float32 and matrix.layout is torch.strided
+        if not plain or not matrix.is_cpu or not matrix.is_contiguous():
+            return False
+    return True

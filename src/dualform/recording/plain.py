@@ -11,18 +11,17 @@ import torch
 
 def run_plain(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function without gradients, without autocast, and with the CPU as the default device."""
-    if torch.is_grad_enabled():
-        torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls more, at every step
-        try:
-            return run_plain(function, *arguments)
-        finally:
-            torch._C._set_grad_enabled(True)
-    # A default device is a function mode: without any, there is nothing to switch off.
-    if not torch.is_autocast_enabled("cpu") and torch._C._len_torch_function_stack() == 0:
-        return function(*arguments)
-    with contextlib.ExitStack() as stack:
-        if torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        return function(*arguments)
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls more, at every step
+    try:
+        # A default device is a function mode: without any, there is nothing to switch off.
+        if not torch.is_autocast_enabled("cpu") and torch._C._len_torch_function_stack() == 0:
+            return function(*arguments)
+        with contextlib.ExitStack() as stack:
+            if torch.is_autocast_enabled("cpu"):
+                stack.enter_context(torch.autocast("cpu", enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            return function(*arguments)
+    finally:
+        torch._C._set_grad_enabled(enabled)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dualform.errors import BadCall, BadMemory, DualformError, RecordingFailed
-from dualform.memory import Column, StepRow, Writer
+from dualform.memory import Column, StepRows, Writer
 from dualform.memory.columns import write_column
 from dualform.memory.directory import clear_leftovers, is_unused, make_directory
 from dualform.memory.files import FileRecord, tensor_hash, write_tensors
@@ -134,8 +134,7 @@ class Recorder:
     def _install_hooks(self) -> None:
         self._capture.install()
         for index, optimizer in enumerate(self._optimizers):
-            before = _bound(self._guard, self._before_step, index)
-            after = _bound(self._guard, self._after_step, index)
+            before, after = (partial(self._shield, run_plain, f, index) for f in (self._before_step, self._after_step))
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -276,9 +275,9 @@ class Recorder:
         if self._writer.due(self._stepping.steps):
             self._commit(False)
 
-    def _emit(self, row: StepRow) -> None:
+    def _emit(self, rows: StepRows) -> None:
         assert self._writer is not None
-        self._writer.append(row)
+        self._writer.append(rows)
 
     def _estimate(self) -> None:
         assert self._writer is not None
@@ -318,10 +317,6 @@ class Recorder:
             logger.info("training waited %.1f s for the disk", self._writer.waited)
         self._commit(True)
         self._writer.close(final_tensors(self._targets))
-
-
-def _bound(guard: Callable[..., Any], function: Callable[..., Any], index: int) -> Callable[..., Any]:
-    return lambda optimizer, args, kwargs: guard(function, index, optimizer, args, kwargs)
 
 
 def record(

@@ -34,7 +34,7 @@ from dualform.recording.jobs import (
     SUMS,
     Table,
     copying,
-    fits,
+    fit,
     projecting,
     room_of,
     taking,
@@ -142,17 +142,20 @@ class Taking:
     @staticmethod
     def possible(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether the loops can read all of these rows."""
-        return all(
-            0 < len(keys) <= ROWS and len(keys) == len(gradients) and fits(keys) and fits(gradients)
-            for _, keys, gradients in rows
+        return fit(itertools.chain.from_iterable((keys, gradients) for _, keys, gradients in rows)) and all(
+            0 < len(keys) <= ROWS and len(keys) == len(gradients) for _, keys, gradients in rows
         )
 
     def matches(self, rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
-        """Whether these are the calls and shapes that the routine is for."""
-        return len(rows) == len(self.calls) and all(
-            use is known and keys.shape == of_keys and gradients.shape == of_gradients
-            for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self.calls, strict=True)
-        )
+        """Whether these are the calls and shapes that the routine is for, and the loops can read their rows."""
+        if len(rows) != len(self.calls):
+            return False
+        for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self.calls, strict=True):
+            if use is not known or keys.shape != of_keys or gradients.shape != of_gradients:
+                return False
+            if not fit((keys, gradients)):
+                return False
+        return True
 
     def take(self, rows: Sequence[tuple[Use, Tensor, Tensor]], reserve: Reserve) -> tuple[Taken, bool] | None:
         """Copy and sketch rows; also whether all sketches are finite. None where there is no room for them."""

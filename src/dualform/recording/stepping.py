@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.memory import Call, Finding, PassRow, StepRow
+from dualform.memory import Call, Finding, StepRows
 from dualform.memory.files import bytes_hash
 from dualform.memory.slab import Slab
 from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_many
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
-from dualform.recording.jobs import fits
+from dualform.recording.jobs import fit
 from dualform.recording.probe import Evidence, Fit, fit_all
 from dualform.recording.reading import Reading, Step
 from dualform.recording.routine import AT_A_TIME, Sketching
@@ -42,7 +42,7 @@ class Stepping:
         optimizers: Sequence[torch.optim.Optimizer],
         tell: Callable[[str, str], None],
         capture: Capture,
-        emit: Callable[[StepRow], None],
+        emit: Callable[[StepRows], None],
         slab: Slab,
         values: bool,
     ) -> None:
@@ -161,7 +161,7 @@ class Stepping:
         if not gradients:
             return list
         targets = [target for target, settings in seen if settings is not None]
-        if self._targets.swift.loops is None or not all(map(fits, gradients)):
+        if self._targets.swift.loops is None or not fit(gradients):
             sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
             return lambda: sketches
         of = tuple(map(id, targets))  # alternating optimisers, or weights that are frozen for a while, have one each
@@ -204,8 +204,7 @@ class Stepping:
             return False
         self._calm += len(steps)
         first, self._capture.backwards = self._capture.backwards, self._capture.backwards + len(steps)
-        for row in stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab):
-            self._emit(row)
+        self._emit(stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab))
         for at, target in enumerate(stretch.targets):
             gradients = stretch.gradients(at)
             self._previous[target] = gradients[-1].copy()
@@ -237,7 +236,8 @@ class Stepping:
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
         pending, self._pending = self._pending, []
-        if not self._together(pending):
+        together = self._together(pending)
+        if not together:
             for step in pending:
                 if step.fits is None:
                     self._read(step)
@@ -249,7 +249,8 @@ class Stepping:
             self._capture.begin()
             for routine in self._routines.values():
                 routine.ring.begin()
-        for target in dict.fromkeys(target for step in pending for target, _ in step.seen):
+        # Steps that were judged together treat the same parameters.
+        for target in dict.fromkeys(target for step in pending[-1 if together else 0 :] for target, _ in step.seen):
             watch = self._watches[target]
             if not watch.followed:
                 watch.resume(None)
@@ -260,25 +261,27 @@ class Stepping:
             waiting = {one.backward for target in self._targets.parameters for one in target.passes}
             self._scales = {backward: scale for backward, scale in self._scales.items() if backward in waiting}
 
-    def _row(self, step: Step, fits: Mapping[Target, Fit]) -> StepRow:
+    def _row(self, step: Step, fits: Mapping[Target, Fit]) -> StepRows:
         """The journal row of a step, with the events that it used."""
-        row = StepRow.blank(step.optimizer, len(self._targets.parameters))
-        row.others = step.others
+        row = StepRows.blank(step.optimizer, len(self._targets.parameters), step.others)
+        used: list[tuple[int, int, int]] = []
+        with_scales: list[float] = []
         for reading in step.readings:
             target, passes = reading.target, reading.passes
             fit = fits.get(target)
-            scales = fit.scales if fit else (0.0,) * len(passes)
-            for one, scale in zip(passes, scales, strict=True):
-                row.passes.append(PassRow(one.backward, target.index, scale))
+            with_scales += fit.scales if fit else (0.0,) * len(passes)
+            for one in passes:
+                used.append((one.backward, target.index, 0))
                 self._store(row, one)
             if fit:
                 self._journal(row, reading, fit, step)
+        row.passes, row.scales = np.array(used, dtype=np.int64).reshape(-1, 3), np.array(with_scales)
         for calls in row.calls.values():
             if len(calls) > 1:
                 calls.sort(key=lambda call: call.backward)
         return row
 
-    def _store(self, row: StepRow, one: Pass) -> None:
+    def _store(self, row: StepRows, one: Pass) -> None:
         """Make the rows of a pass events, unless the step of their weight or bias did so before."""
         for arrived in one.rows:
             if not arrived.stored:
@@ -298,14 +301,14 @@ class Stepping:
                     arrived.move_out()  # the other one's step may come much later
                 row.calls.setdefault(arrived.use.weight_number, []).append(call)
 
-    def _journal(self, row: StepRow, reading: Reading, fit: Fit, step: Step) -> None:
+    def _journal(self, row: StepRows, reading: Reading, fit: Fit, step: Step) -> None:
         target, at = reading.target, reading.target.index
         assert reading.settings is not None and reading.sketch is not None
         settings = reading.settings._replace(l2=fit.l2) if fit.l2 else reading.settings
-        row.settings[at] = settings.row
-        row.flags[at] = settings.flags | (0 if fit.explained else UNEXPLAINED) | (HALF if reading.half else 0)
-        row.remainders[at] = fit.remainder
-        row.digests[at] = bytes_hash(reading.sketch.data)
+        row.settings[0, at] = settings.row
+        row.flags[0, at] = settings.flags | (0 if fit.explained else UNEXPLAINED) | (HALF if reading.half else 0)
+        row.remainders[0, at] = fit.remainder
+        row.digests[0, at] = bytes_hash(reading.sketch.data)
         if not fit.explained:
             self._find(target, *_what_was_found(reading, fit, step.number, step.number < self.steps))
         # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.

@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from dualform.memory import Call, PassRow, StepRow
+from dualform.memory import Call, StepRows
 from dualform.memory.arena import Held
 from dualform.memory.files import bytes_hash
 from dualform.memory.slab import Slab
 from dualform.optimizers import COLUMNS, Settings
 from dualform.recording.backward import Copied, Known
 from dualform.recording.everyday import everyday_stretch
-from dualform.recording.ids import Numbers
+from dualform.recording.ids import NO_EXAMPLE, Numbers
 from dualform.recording.jobs import Table, comparing
 from dualform.recording.reading import Step
 from dualform.recording.routine import Sketched
@@ -111,38 +111,51 @@ class Stretch:
     def rows(
         self, parameters: int, backward: int, scales: list[float], remainders: Float64[np.ndarray, "steps parameters"],
         numbers: Callable[[Known], Numbers], slab: Slab,
-    ) -> Iterator[StepRow]:  # fmt: skip
-        """The journal row of every step; the first has the events of all of them."""
-        indices, size = [target.index for target in self.targets], (len(self.steps), parameters)
-        settings, left = slab.zeros((*size, len(COLUMNS)), np.float64), slab.zeros(size, np.float64)
-        flags, digests = slab.zeros(size, np.uint8), slab.zeros(size, np.int64)
+    ) -> StepRows:  # fmt: skip
+        """The journal rows of all steps, with their events."""
+        steps, indices = len(self.steps), [target.index for target in self.targets]
+        settings = slab.zeros((steps, parameters, len(COLUMNS)), np.float64)
+        flags, left = slab.zeros((steps, parameters), np.uint8), slab.zeros((steps, parameters), np.float64)
+        digests, passes = slab.zeros((steps, parameters), np.int64), slab.empty((steps, len(indices), 3), np.int64)
         left[:, indices] = remainders
+        before: list[Settings] | None = None
         for at, index in enumerate(indices):
             each = self.settings(at)
-            settings[:, index] = [one.row for one in each]
-            flags[:, index] = [one.flags for one in each]
+            if each != before:  # the parameters of a group share them
+                before, rows, marks = each, [one.row for one in each], [one.flags for one in each]
+            settings[:, index], flags[:, index] = rows, marks
             digests[:, index] = [bytes_hash(sketch.data) for sketch in self.gradients(at)]
-        for at, (step, scale) in enumerate(zip(self.steps, scales, strict=True)):
-            row = StepRow(step.optimizer, settings[at], flags[at], left[at], digests[at], others=step.others)
-            row.passes += [PassRow(backward + at, index, scale) for index in indices]
-            if at == 0:
-                for number, call in enumerate(self.copied[0].calls):
-                    row.calls[call.use.weight_number] = [self._call(number, backward, numbers, slab)]
-            yield row
+        number = np.arange(steps)[:, None]
+        passes[:, :, 0], passes[:, :, 1], passes[:, :, 2] = backward + number, indices, number
+        journal = settings, flags, left, digests, passes.reshape(-1, 3), np.repeat(scales, len(indices))
+        calls = dict(self._calls(backward, numbers, slab))
+        return StepRows(self.steps[0].optimizer, *journal, [step.others for step in self.steps], calls)
 
-    def _call(self, number: int, backward: int, numbers: Callable[[Known], Numbers], slab: Slab) -> Call:
-        """All events of one layer."""
+    def _calls(
+        self, backward: int, numbers: Callable[[Known], Numbers], slab: Slab
+    ) -> Iterator[tuple[int, list[Call]]]:
+        """The number of every layer's weight, and all its events."""
         routine, taken, calls, _ = self.copied[0]
+        values, held = 2 if routine.values else 1, iter(taken.held)
+        shared: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        for number, (_, use, shape, fixed, _) in enumerate(calls):
+            keys, *gradients = (self._span(one) for one in itertools.islice(held, values))
+            # Layers whose inputs have the same leading dimensions have the same examples, batch by batch.
+            of = *use.kind.leading(shape), *[id(one.calls[number].batch) for one in self.copied]
+            examples, positions = shared.get(of) or self._numbers(number, numbers, slab)
+            if int(examples[0]) != NO_EXAMPLE:  # else every layer is told of
+                shared[of] = examples, positions
+            events = keys, gradients[0] if gradients else None, examples, positions
+            yield use.weight_number, [Call(use.index, backward, *events, fixed, steps=len(self.steps))]
+
+    def _numbers(self, number: int, numbers: Callable[[Known], Numbers], slab: Slab) -> tuple[Tensor, Tensor]:
+        """The examples and positions of all events of one layer."""
         each = [numbers(one.calls[number]) for one in self.copied]
-        values = 2 if routine.values else 1
-        keys = self._span(taken.held[values * number])
-        gradients = self._span(taken.held[values * number + 1]) if routine.values else None
-        both = slab.zeros((2, len(keys)), np.int64)
+        both = slab.empty((2, sum(len(examples) for examples, _ in each)), np.int64)
         np.concatenate([examples for examples, _ in each], out=both[0])
         np.concatenate([positions for _, positions in each], out=both[1])
         examples, positions = torch.from_numpy(both).unbind(0)
-        use, fixed = calls[number].use, calls[number].fixed
-        return Call(use.index, backward, keys, gradients, examples, positions, fixed, steps=len(self.steps))
+        return examples, positions
 
     def _span(self, first: Held) -> Tensor:
         return first.place.narrow(0, first.start, first.length * len(self.steps))
@@ -155,7 +168,7 @@ def _is_plain(step: Step) -> bool:
     backward = step.backwards[0]
     if len(backward.copied) != 1 or backward.copied[0].needed or backward.arrived or backward.settled:
         return False
-    return isinstance(step.sketches, Sketched) and all(settings is not None for _, settings in step.seen)
+    return isinstance(step.sketches, Sketched) and None not in [settings for _, settings in step.seen]
 
 
 def _follows(held: Held, first: Held, steps: int) -> bool:
