@@ -1,15 +1,19 @@
-"""The writer's thread stays out of the way of those that train."""
+"""The writer's thread stays out of the way of those that train, and writes the rows it has to."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import dualform
+from dualform.memory import writer
 
 ALONE = """
 import sys, torch
@@ -45,3 +49,13 @@ def test_the_writer_goes_last(tmp_path: Path) -> None:
         assert recorder._writer is not None
         priority = recorder._writer._thread.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
     assert priority > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@given(runs=st.lists(st.integers(0, 4), max_size=40), first=st.booleans())
+def test_the_chosen_rows_are_those_of_the_mask(runs: list[int], first: bool) -> None:
+    mask = np.array([first ^ bool(at % 2) for at, run in enumerate(runs) for _ in range(run)], dtype=bool)
+    rows = torch.arange(3.0 * len(mask)).reshape(-1, 3)
+    parts = writer._chosen(rows, mask)
+    assert torch.equal(torch.cat([rows[:0], *parts]), rows[torch.from_numpy(mask)])
+    if np.diff(mask).sum() < writer.STRETCHES:
+        assert all(part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() for part in parts)

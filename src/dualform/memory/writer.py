@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from dualform.fast import work_alone
 from dualform.memory.arena import Shape, Staging
@@ -28,6 +31,7 @@ from dualform.memory.segment import Entries, segment_tensors
 COMMIT_BYTES = 128 << 20
 COMMIT_SECONDS = 10.0
 LARGEST_ARENA = 1 << 30  # a single step beyond this is copied to memory made for it
+STRETCHES = 8  # of rows, up to which they are written from where they are
 
 
 @dataclass
@@ -186,11 +190,9 @@ class Writer:
             return entries
         new, entries.numbers = ledger.enter(entries.keys, entries.examples, entries.positions)
         if not new.all():
-            parts = np.split(new, np.cumsum([len(part) for part in entries.keys])[:-1])
-            entries.keys = [
-                part[torch.from_numpy(mask)] if mask.any() else part[:0]
-                for part, mask in zip(entries.keys, parts, strict=True)
-            ]
+            masks = np.split(new, np.cumsum([len(part) for part in entries.keys])[:-1])
+            chosen = [_chosen(part, mask) for part, mask in zip(entries.keys, masks, strict=True)]
+            entries.keys = list(itertools.chain.from_iterable(chosen)) or [entries.keys[0][:0]]
         return entries
 
     def close(self, final: Tensors) -> None:
@@ -214,6 +216,14 @@ class Writer:
         manifest = dataclasses.replace(self.manifest, failure=reason)
         write_manifest(self.path, manifest)
         self.manifest = manifest
+
+
+def _chosen(rows: Tensor, mask: Bool[np.ndarray, " rows"]) -> list[Tensor]:
+    """Some of these rows: without a copy where they are a few stretches, as when an epoch ends."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+    if len(edges) > 2 * STRETCHES:
+        return [rows[torch.from_numpy(mask)]]
+    return [rows[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _step_back() -> None:
