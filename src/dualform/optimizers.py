@@ -9,6 +9,7 @@ and one backward sweep over the journalled settings gives all c_s for any end st
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,13 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 
 _NOTHING: dict[str, Any] = {}
 _readers: dict[type[torch.optim.Optimizer], Reader] = {}
-_found: dict[tuple[type[torch.optim.Optimizer], Any], Reader | None] = {}
+
+
+@functools.cache
+def _reader(kind: type[torch.optim.Optimizer], step: Callable[..., Any]) -> Reader | None:
+    # A subclass with a step of its own may do anything.
+    own = inspect.unwrap(step)
+    return next((r for of, r in _readers.items() if issubclass(kind, of) and own is inspect.unwrap(of.step)), None)
 
 
 def register(kind: type[torch.optim.Optimizer]) -> Callable[[Reader], Reader]:
@@ -62,7 +69,7 @@ def register(kind: type[torch.optim.Optimizer]) -> Callable[[Reader], Reader]:
 
     def add(reader: Reader) -> Reader:
         _readers[kind] = reader
-        _found.clear()
+        _reader.cache_clear()
         return reader
 
     return add
@@ -94,20 +101,10 @@ def _asgd(group: Mapping[str, Any], state: Mapping[str, Any]) -> Settings:
     return Settings(lr=eta, weight_decay=float(group["weight_decay"]) + float(group["lambd"]), flags=flags)
 
 
-def _reader(optimizer: torch.optim.Optimizer) -> Reader | None:
-    kind = type(optimizer)
-    known = kind, kind.step
-    if known not in _found:
-        step = inspect.unwrap(kind.step)
-        # A subclass with a step of its own may do anything.
-        fits = (r for of, r in _readers.items() if issubclass(kind, of) and step is inspect.unwrap(of.step))
-        _found[known] = next(fits, None)
-    return _found[known]
-
-
 def is_linear(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimiser belongs to the SGD family, so that every event has an exact value."""
-    return _reader(optimizer) is not None
+    kind: Any = type(optimizer)
+    return _reader(kind, kind.step) is not None
 
 
 def read_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Settings:
@@ -119,7 +116,8 @@ def read_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], pa
     >>> settings.lr, settings.momentum, bool(settings.flags & FIRST)
     (0.1, 0.9, True)
     """
-    reader = _reader(optimizer)
+    kind: Any = type(optimizer)
+    reader = _reader(kind, kind.step)
     # `optimizer.state` is a defaultdict: indexing a missing parameter would leave an entry behind.
     state = optimizer.state.get(parameter, {})
     if reader is not None:
@@ -132,7 +130,8 @@ def read_many(
     optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Tensor, Mapping[str, Any]]]
 ) -> list[Settings]:
     """The settings of several parameters, each with its group: those of plain SGD are read once for a group."""
-    if _reader(optimizer) is not _sgd:
+    kind: Any = type(optimizer)
+    if _reader(kind, kind.step) is not _sgd:
         return [read_settings(optimizer, group, parameter) for parameter, group in parameters]
     read: dict[tuple[int, bool], Settings] = {}
     states, found = optimizer.state, []

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,10 @@ class Held(NamedTuple):
         return self.place.narrow(0, self.start, self.length)
 
 
+# Held(…) of a tuple, without the interpreter's help.
+_held: Callable[[tuple[Tensor, int, int, int, int]], Held] = partial(tuple.__new__, Held)
+
+
 class Arena:
     """One buffer with a place for every stream; `pinned` for rows that come from a GPU."""
 
@@ -90,7 +95,7 @@ class Arena:
             start = filled[stream]
             if start + rows > room:
                 return None
-            held.append(Held(place, start, rows, address + start * width, table))
+            held.append(_held((place, start, rows, address + start * width, table)))
             filled[stream] = start + rows
             size += rows * width
         self._filled = filled

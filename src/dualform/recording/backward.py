@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ class Known(NamedTuple):
     batch: Batch | None
 
 
+known: Callable[[tuple[int, Use, torch.Size, bool, Batch | None]], Known] = partial(tuple.__new__, Known)
+"""The same as Known(…) of what is in a tuple, without the interpreter's help."""
 Forward = tuple[Known, Tensor, int]
 """A call, its input by reference, and the version of that."""
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import BadCall, BadIds
 from dualform.memory.arena import Held
-from dualform.recording.backward import Backward, Copied, Forward, Known
+from dualform.recording.backward import Backward, Copied, Forward, Known, known
 from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
 from dualform.recording.plain import run_plain
 from dualform.recording.routine import Reserve, Taking
@@ -113,22 +113,25 @@ class Capture:
         batch, shape = self.batch, stored.shape
         if batch is not None:
             batch.shapes[shape] = use
-        call = Known(self._order, use, shape, not stored.requires_grad, batch)
+        call = known((self._order, use, shape, not stored.requires_grad, batch))
         if use.copy_at_forward:
             stored = stored.detach().clone()
         self._order += 1
         forward = call, stored, stored._version
-        _product(output).register_hook(partial(self.shield, self._saw_gradient, forward))
+        product = output if output._base is None else _product(output)
+        product.register_hook(partial(self._saw_gradient, forward))
 
     def _saw_gradient(self, forward: Forward, gradient: Tensor) -> None:
         # Between two large products the interpreter itself has left the cache, and every line here is slow: so the
         # least possible. No user code runs before the backward pass has ended.
         task = torch._C._current_graph_task_id()
-        backward = self._open.get(task) or self._begun(task)
+        backward = self._open.get(task) or self.shield(self._begun, task)
+        if backward is None:  # recording has stopped
+            return
         backward.waiting.append((forward, gradient))
-        backward.bytes += gradient.nbytes
+        backward.bytes += gradient.numel() * gradient.itemsize  # `nbytes` raises for a sparse one
         if backward.bytes > WAITING:
-            run_plain(self._take_in, backward)
+            self.shield(run_plain, self._take_in, backward)
 
     def _begun(self, task: int) -> Backward:
         if not self._open:
@@ -323,11 +326,16 @@ class Within:
         batch = self._batch
         self._capture.batch = None
         self._capture.forget_unfinished()
-        seen = [use.kind.leading(shape) for shape, use in batch.shapes.items()]
-        if kind is None and seen and not any(map(batch.fit, seen)):
+        if kind is not None:
+            return
+        for shape, use in batch.shapes.items():
+            leading = use.kind.leading(shape)
+            if batch.fit(leading):
+                return
+        if batch.shapes:
             raise BadIds(
                 f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
-                f"{list(seen[-1])}. Pass one id per row, one per example along dimension {batch.dim}, "
+                f"{list(leading)}. Pass one id per row, one per example along dimension {batch.dim}, "
                 "or name the batch dimension with recorder.batch(ids, dim=…)."
             )
 

@@ -142,9 +142,8 @@ class Taking:
     @staticmethod
     def possible(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether the loops can read all of these rows."""
-        return fit(itertools.chain.from_iterable((keys, gradients) for _, keys, gradients in rows)) and all(
-            0 < len(keys) <= ROWS and len(keys) == len(gradients) for _, keys, gradients in rows
-        )
+        alike = all(0 < len(keys) <= ROWS and len(keys) == len(gradients) for _, keys, gradients in rows)
+        return alike and fit(_tensors(rows))
 
     def matches(self, rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether these are the calls and shapes that the routine is for, and the loops can read their rows."""
@@ -153,9 +152,7 @@ class Taking:
         for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self.calls, strict=True):
             if use is not known or keys.shape != of_keys or gradients.shape != of_gradients:
                 return False
-            if not fit((keys, gradients)):
-                return False
-        return True
+        return fit(_tensors(rows))
 
     def take(self, rows: Sequence[tuple[Use, Tensor, Tensor]], reserve: Reserve) -> tuple[Taken, bool] | None:
         """Copy and sketch rows; also whether all sketches are finite. None where there is no room for them."""
@@ -185,6 +182,10 @@ class Taking:
             at, end = self.at[number : number + 2]
             one.sketch = results[at:end].reshape(5, -1)
             one.sizes = float(sizes[2 * number]), float(sizes[2 * number + 1])
+
+
+def _tensors(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> list[Tensor]:
+    return [tensor for _, keys, gradients in rows for tensor in (keys, gradients)]
 
 
 class Sketching:

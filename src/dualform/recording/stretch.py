@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from jaxtyping import Float32, Float64
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from dualform.memory import Call, StepRows
 from dualform.memory.arena import Held
-from dualform.memory.files import bytes_hash
 from dualform.memory.slab import Slab
 from dualform.optimizers import COLUMNS, Settings
 from dualform.recording.backward import Copied, Known
@@ -124,7 +124,8 @@ class Stretch:
             if each != before:  # the parameters of a group share them
                 before, rows, marks = each, [one.row for one in each], [one.flags for one in each]
             settings[:, index], flags[:, index] = rows, marks
-            digests[:, index] = [bytes_hash(sketch.data) for sketch in self.gradients(at)]
+            hashes = [xxh3_64_intdigest(sketch.data) for sketch in self.gradients(at)]
+            digests[:, index] = np.array(hashes, dtype=np.uint64).view(np.int64)  # see bytes_hash
         number = np.arange(steps)[:, None]
         passes[:, :, 0], passes[:, :, 1], passes[:, :, 2] = backward + number, indices, number
         journal = settings, flags, left, digests, passes.reshape(-1, 3), np.repeat(scales, len(indices))
