@@ -6,9 +6,9 @@ All ways train in turn in one process, in alternating order, each between two tu
 it with the mean of the two, and the ratio is the median over the rounds. Probe and checksums are on, and the memory is
 written to disk: past the page cache ("direct") and through it ("fallback"). A turn begins with steps that are not
 timed, until every way has made its first commit, so that commits are under way when the clock starts as when it stops;
-by default it then goes on for two commits of keep="keys" and three to four of keep="all". What is left to write is
-waited for outside the clock, and reported as the time a closing run waits. Inputs are random: the time of a dense layer
-does not depend on them.
+by default it then goes on for two commits of keep="keys" and three to four of keep="all". --steps is for batch 128, and
+other batches take steps for as many examples. What is left to write is waited for outside the clock, and reported as
+the time a closing run waits. Inputs are random: the time of a dense layer does not depend on them.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def batches(size: int) -> Iterator[Tensor]:
 
 def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: Path) -> None:
     """Train with one way for some steps and note what a step took."""
+    warm_up, steps = WARM_UP * 128 // size, steps * 128 // size
     torch.manual_seed(0)
     model = recipe("mnist").model()
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
@@ -76,8 +77,8 @@ def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: 
     with contextlib.ExitStack() as stack:
         options = {"keep": way.keep, "on_error": "raise"}  # a recording that stopped would cost nothing
         recorder = way.keep and stack.enter_context(dualform.record(model, optimizer, path, **options))
-        for step, ids in zip(range(WARM_UP + steps), batches(size), strict=False):
-            if step == WARM_UP:
+        for step, ids in zip(range(warm_up + steps), batches(size), strict=False):
+            if step == warm_up:
                 start = time.perf_counter()
             with recorder.batch(ids) if recorder else contextlib.nullcontext():
                 F.cross_entropy(model(inputs[ids]), labels[ids]).backward()
@@ -89,7 +90,7 @@ def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: 
     way.waits.append(time.perf_counter() - stop)
     if way.keep:
         written = sum(file.stat().st_size for file in (path / "segments").iterdir())
-        way.bytes = written / (WARM_UP + steps)
+        way.bytes = written / (warm_up + steps)
         shutil.rmtree(path)
 
 
@@ -122,7 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"machine: {arguments.threads} threads, {platform.machine()}, torch {torch.__version__}")
-    print(f"{arguments.rounds} rounds of {arguments.steps} steps, medians\n")
+    print(f"{arguments.rounds} rounds of {arguments.steps} steps at batch 128, medians\n")
     results: dict[str, list[dict[str, object]]] = {}
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)

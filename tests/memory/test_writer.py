@@ -51,11 +51,12 @@ def test_the_writer_goes_last(tmp_path: Path) -> None:
     assert priority > os.getpriority(os.PRIO_PROCESS, 0)
 
 
-@given(runs=st.lists(st.integers(0, 4), max_size=40), first=st.booleans())
-def test_the_chosen_rows_are_those_of_the_mask(runs: list[int], first: bool) -> None:
+@given(runs=st.lists(st.integers(0, 4), max_size=40), first=st.booleans(), large=st.booleans())
+def test_the_chosen_rows_are_those_of_the_mask(runs: list[int], first: bool, large: bool) -> None:
     mask = np.array([first ^ bool(at % 2) for at, run in enumerate(runs) for _ in range(run)], dtype=bool)
-    rows = torch.arange(3.0 * len(mask)).reshape(-1, 3)
+    rows = torch.arange(len(mask))[:, None].expand(-1, (writer.LARGE >> 3) // max(len(mask), 1) + large).contiguous()
     parts = writer._chosen(rows, mask)
     assert torch.equal(torch.cat([rows[:0], *parts]), rows[torch.from_numpy(mask)])
-    if np.diff(mask).sum() < writer.STRETCHES:
+    assert all(len(part) for part in parts)
+    if large and np.diff(mask).sum() < writer.STRETCHES:
         assert all(part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() for part in parts)

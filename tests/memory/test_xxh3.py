@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dualform
-from dualform.fast import load
 from dualform.memory import ledger
 from dualform.memory.blocksums import BLOCK, BlockSums
 from dualform.memory.files import CHUNK, checksums
@@ -128,15 +127,22 @@ def test_the_hash_of_a_row_is_that_of_the_package(width: int) -> None:
     [(1, torch.float32), (5, torch.float32), (8, torch.float64), (3, torch.bfloat16), (784, torch.float32)],
 )
 def test_a_ledger_finds_the_same_repeated_keys(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the loop, without it, and with the loop from the middle of a run on."""
+    """With the loop, without it, with the loop from the middle of a run on, and where there is none."""
     generator = torch.Generator().manual_seed(0)
     found = []
     examples = torch.randint(30, (6, 40), generator=generator).numpy()
     keys = torch.randn(30, width, generator=generator).to(dtype)
-    loops: list[str] = []
-    monkeypatch.setattr(ledger, "load", lambda name: loops.append(name) or load(name))
-    for many in (0, 1 << 60, 100 * max(width * dtype.itemsize, SHORTEST)):
+    for many, has_numba in [
+        (0, True),
+        (1 << 60, True),
+        (100 * max(width * dtype.itemsize, SHORTEST), True),
+        (0, False),
+    ]:
+        tried: list[str] = []
         monkeypatch.setattr(ledger, "MANY", many)
+        monkeypatch.setattr(
+            ledger, "load", lambda name, to=tried, found=xxh3 if has_numba else None: to.append(name) or found
+        )
         book, answers = Ledger(), []
         for number, ids in enumerate(examples):
             rows = keys[torch.from_numpy(ids)].clone()
@@ -144,8 +150,8 @@ def test_a_ledger_finds_the_same_repeated_keys(width: int, dtype: torch.dtype, m
                 rows[::4] += 1  # changed: new keys for these examples
             new, numbers = book.enter([rows[:10], rows[10:]], ids, np.zeros_like(ids))
             answers.append((new.tolist(), numbers.tolist()))
-        found.append((answers, len(loops)))
-        loops.clear()
-    assert found[0][0] == found[1][0] == found[2][0]
-    assert [count for _, count in found] == [12, 0, 7], "how often the loop was asked for"
-    assert not all(found[0][0][1][0]), "some keys came again"
+        found.append(answers)
+        assert len(tried) == (many < 1 << 60), "the loop is asked for once"
+        assert (book._loops is not None) == (has_numba and bool(tried))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert not all(found[0][1][0]), "some keys came again"

@@ -399,3 +399,31 @@ def test_the_first_step_says_how_many_bytes_recording_takes(tmp_path: Path, capl
     run(tmp_path / "run", steps=1)
     assert "the first step took" in caplog.text
     assert "GB are free" in caplog.text
+
+
+class Stopped(torch.autograd.Function):
+    """Lets nothing flow back: autograd then hands None to the hooks before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def test_a_layer_to_which_nothing_flows_back_has_no_events(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(3, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for _ in range(3):
+            x = torch.randn(5, 3)
+            with recorder.batch(torch.arange(5)):
+                (model["b"](x).sum() + Stopped.apply(model["a"](x)).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = dualform.open(tmp_path / "run")
+    assert memory.certificate().exact
+    assert [sum(segment.events[at] for segment in memory.manifest.segments) for at in (0, 1)] == [0, 15]

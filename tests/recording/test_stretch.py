@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dualform
@@ -150,23 +151,46 @@ def others_replaced(model: nn.Module, optimizer: Any, recorder: Recorder, step: 
         parameter.grad = None
 
 
+def turned(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """The second layer has the positions first, and batches of other shapes have as many rows."""
+    examples, length = (4, 4) if step % 2 else (2, 8)
+    x = torch.randn(examples, length, 6, generator=torch.Generator().manual_seed(step))
+    with recorder.batch(torch.arange(examples) + 10 * (step % 5)):
+        model[2:](model[:2](x).transpose(0, 1).contiguous()).square().mean().backward()  # type: ignore[index]
+
+
+def two_batches(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids):
+        hidden = model[:2](x)  # type: ignore[index]
+    with recorder.batch(ids + 50):
+        F.cross_entropy(model[2:](hidden), y).backward()  # type: ignore[index]
+
+
+def ids_of_some_layers(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """At one step in the midst of a stretch the ids fit no layer but one that is not trained."""
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids if step != 75 else torch.arange(7)):
+        if step == 75:
+            model[0](torch.ones(7, 6))  # type: ignore[index]
+        F.cross_entropy(model(x), y).backward()
+
+
 Loop = Callable[[nn.Module, Any, Recorder, int], None]
 LOOPS: list[Loop] = [
     plain, clipped, accumulated, sometimes_accumulated, short_batches, without_ids, positions, frozen_for_a_while,
     backward_twice, noisy, spoiled, schedules, commits, same_twice, called_twice, emptied, beside_func, others_replaced,
+    turned, two_batches, ids_of_some_layers,
 ]  # fmt: skip
 
 
 def record(path: Path, loop: Loop, keep: str = "all", optimizers: int = 1) -> tuple[nn.Module, dualform.Memory]:
-    model = network(dtype=torch.float32)
+    model = network(dtype=torch.float32).append(nn.LayerNorm(4))  # stored as it is, after every step
     if optimizers == 2:
-        made = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2])]
+        made = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2:])]
     else:
-        made = [
-            torch.optim.SGD(
-                [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1, momentum=0.9
-            )
-        ]
+        groups = [{"params": model[0].parameters()}, {"params": model[2:].parameters()}]
+        made = [torch.optim.SGD(groups, lr=0.1, momentum=0.9)]
     with dualform.record(model, made, path, keep=keep, on_error="raise") as recorder:
         for step in range(1, STEPS + 1):
             loop(model, made[0], recorder, step)
@@ -189,10 +213,19 @@ def assert_same(ours: dualform.Memory, theirs: dualform.Memory) -> None:
     kept = [(f.parameter, f.kind, f.since, f.step, f.count) for f in ours.manifest.findings]
     assert kept == [(f.parameter, f.kind, f.since, f.step, f.count) for f in theirs.manifest.findings]
     assert ours.manifest.nonfinite == theirs.manifest.nonfinite
+    assert sorted(ours.manifest.told) == sorted(theirs.manifest.told)
+    assert len(ours.manifest.every_step) == 2
+    for name in ours.manifest.every_step:
+        mine, other = (stored(memory, f"other/{name}") for memory in (ours, theirs))
+        assert len(mine) == ours.steps and torch.equal(mine.nan_to_num(7.7), other.nan_to_num(7.7)), name
     for weight in range(len(ours.manifest.weights)):
         for name in ("keys", "gradients", "events", "steps", "backwards", "examples", "positions", "uses"):
             mine, other = (joined(memory, weight, name) for memory in (ours, theirs))
             assert mine is other is None or torch.equal(mine.nan_to_num(7.7), other.nan_to_num(7.7)), name
+
+
+def stored(memory: dualform.Memory, name: str) -> Tensor:
+    return torch.cat([load_file(memory.path / one.file.file)[name] for one in memory.manifest.segments])
 
 
 def joined(memory: dualform.Memory, weight: int, name: str) -> Tensor | None:

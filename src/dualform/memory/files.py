@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import xxhash
+from jaxtyping import Int64
 from torch import Tensor
 
 from dualform.fast import load
@@ -53,7 +54,12 @@ def tensor_hash(tensor: Tensor) -> int:
 
 def bytes_hash(data: memoryview) -> int:
     """xxh3 of some bytes, as a signed 64-bit number."""
-    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
+    return int(bytes_hashes([data])[0])
+
+
+def bytes_hashes(parts: Sequence[memoryview]) -> Int64[np.ndarray, " parts"]:
+    """The same of each of these parts."""
+    return np.array([xxhash.xxh3_64_intdigest(part) for part in parts], dtype=np.uint64).view(np.int64)
 
 
 def storable(dtype: torch.dtype) -> bool:

@@ -7,6 +7,7 @@ compared with the last one stored for their example and position, by a 128-bit h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class Ledger:
         self._hash = np.zeros((1, 2), dtype=np.uint64)
         self._tries, self._matches = 0, 0
         self._hashed = 0
+        self._loops: ModuleType | None = None
+        self._tried = False
 
     @property
     def hopeless(self) -> bool:
@@ -80,12 +83,13 @@ class Ledger:
         if rows.shape[1] < SHORTEST:
             rows = np.pad(rows, ((0, 0), (0, SHORTEST - rows.shape[1])))
         self._hashed += rows.nbytes
-        loops = load("dualform.memory.xxh3") if self._hashed >= MANY else None
-        if loops is None:
+        if not self._tried and self._hashed >= MANY:
+            self._tried, self._loops = True, load("dualform.memory.xxh3")
+        if self._loops is None:
             digests = b"".join(xxhash.xxh3_128_digest(row.data) for row in rows)
             return np.frombuffer(digests, dtype=">u8").astype(np.uint64).reshape(-1, 2)
         result = np.empty((len(keys), 2), dtype=np.uint64)
-        loops.hash_rows(rows.ctypes.data, rows.shape[1], result)
+        self._loops.hash_rows(rows.ctypes.data, rows.shape[1], result)
         return result
 
     def _recall(self) -> None:

@@ -31,7 +31,7 @@ from dualform.memory.segment import Entries, segment_tensors
 COMMIT_BYTES = 128 << 20
 COMMIT_SECONDS = 10.0
 LARGEST_ARENA = 1 << 30  # a single step beyond this is copied to memory made for it
-STRETCHES = 8  # of rows, up to which they are written from where they are
+STRETCHES, LARGE = 8, 1 << 20  # of rows, up to which they are written from where they are; bytes from which on
 
 
 @dataclass
@@ -219,10 +219,10 @@ class Writer:
 
 
 def _chosen(rows: Tensor, mask: Bool[np.ndarray, " rows"]) -> list[Tensor]:
-    """Some of these rows: without a copy where they are a few stretches, as when an epoch ends."""
+    """Some of these rows: without a copy where that is large, and they are a few stretches, as when an epoch ends."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
-    if len(edges) > 2 * STRETCHES:
-        return [rows[torch.from_numpy(mask)]]
+    if len(edges) > 2 * STRETCHES or rows.nbytes < LARGE:
+        return [rows[torch.from_numpy(mask)]] if edges else []
     return [rows[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 

@@ -121,12 +121,12 @@ class Capture:
         product = output if output._base is None else _product(output)
         product.register_hook(partial(self._saw_gradient, forward))
 
-    def _saw_gradient(self, forward: Forward, gradient: Tensor) -> None:
+    def _saw_gradient(self, forward: Forward, gradient: Tensor | None) -> None:
         # Between two large products the interpreter itself has left the cache, and every line here is slow: so the
-        # least possible. No user code runs before the backward pass has ended.
+        # least possible, and no shield around what cannot fail. No user code runs before the backward pass has ended.
         task = torch._C._current_graph_task_id()
         backward = self._open.get(task) or self.shield(self._begun, task)
-        if backward is None:  # recording has stopped
+        if backward is None or gradient is None:  # recording has stopped, or nothing flows back to this layer
             return
         backward.waiting.append((forward, gradient))
         backward.bytes += gradient.numel() * gradient.itemsize  # `nbytes` raises for a sparse one

@@ -269,13 +269,13 @@ class Stepping:
         for reading in step.readings:
             target, passes = reading.target, reading.passes
             fit = fits.get(target)
-            with_scales += fit.scales if fit else (0.0,) * len(passes)
-            for one in passes:
+            for one, scale in zip(passes, fit.scales if fit else (0.0,) * len(passes), strict=True):
                 used.append((one.backward, target.index, 0))
+                with_scales.append(scale)
                 self._store(row, one)
             if fit:
                 self._journal(row, reading, fit, step)
-        row.passes, row.scales = np.array(used, dtype=np.int64).reshape(-1, 3), np.array(with_scales)
+        row.passes, row.scales = np.array(used, dtype=np.int64).reshape(-1, 3), np.array(with_scales, dtype=np.float64)
         for calls in row.calls.values():
             if len(calls) > 1:
                 calls.sort(key=lambda call: call.backward)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from jaxtyping import Float32, Float64
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
 
 from dualform.memory import Call, StepRows
 from dualform.memory.arena import Held
+from dualform.memory.files import bytes_hashes
 from dualform.memory.slab import Slab
 from dualform.optimizers import COLUMNS, Settings
 from dualform.recording.backward import Copied, Known
@@ -50,6 +50,7 @@ class Stretch:
         copied = [step.backwards[0].copied[0] for step in steps]
         sketched = [step.sketches for step in steps if isinstance(step.sketches, Sketched)]
         first, targets = steps[0].backwards[0], [target for target, _ in steps[0].seen]
+        inputs = [(call.shape, call.fixed) for call in copied[0].calls]
         for at, (step, one, sketch) in enumerate(zip(steps, copied, sketched, strict=True)):
             alike = (
                 step.optimizer == steps[0].optimizer
@@ -61,7 +62,7 @@ class Stretch:
                 and sketch.row == sketched[0].row + at
                 and len(step.seen) == len(targets)
                 and list(map(id, step.backwards[0].accumulated)) == list(map(id, first.accumulated))
-                and [call.fixed for call in one.calls] == [call.fixed for call in copied[0].calls]
+                and [(call.shape, call.fixed) for call in one.calls] == inputs
                 and all(map(_follows, one.taken.held, copied[0].taken.held, itertools.repeat(at)))
             )
             if not alike:
@@ -124,8 +125,7 @@ class Stretch:
             if each != before:  # the parameters of a group share them
                 before, rows, marks = each, [one.row for one in each], [one.flags for one in each]
             settings[:, index], flags[:, index] = rows, marks
-            hashes = [xxh3_64_intdigest(sketch.data) for sketch in self.gradients(at)]
-            digests[:, index] = np.array(hashes, dtype=np.uint64).view(np.int64)  # see bytes_hash
+            digests[:, index] = bytes_hashes([sketch.data for sketch in self.gradients(at)])
         number = np.arange(steps)[:, None]
         passes[:, :, 0], passes[:, :, 1], passes[:, :, 2] = backward + number, indices, number
         journal = settings, flags, left, digests, passes.reshape(-1, 3), np.repeat(scales, len(indices))
@@ -144,7 +144,7 @@ class Stretch:
             # Layers whose inputs have the same leading dimensions have the same examples, batch by batch.
             of = *use.kind.leading(shape), *[id(one.calls[number].batch) for one in self.copied]
             examples, positions = shared.get(of) or self._numbers(number, numbers, slab)
-            if int(examples[0]) != NO_EXAMPLE:  # else every layer is told of
+            if not (examples == NO_EXAMPLE).any():  # else every layer is told of
                 shared[of] = examples, positions
             events = keys, gradients[0] if gradients else None, examples, positions
             yield use.weight_number, [Call(use.index, backward, *events, fixed, steps=len(self.steps))]
