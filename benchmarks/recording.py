@@ -68,7 +68,7 @@ def batches(size: int) -> Iterator[Tensor]:
 
 def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: Path) -> None:
     """Train with one way for some steps and note what a step took."""
-    warm_up, steps = WARM_UP * 128 // size, steps * 128 // size
+    warm_up, steps = max(WARM_UP * 128 // size, 1), max(steps * 128 // size, 1)
     torch.manual_seed(0)
     model = recipe("mnist").model()
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)

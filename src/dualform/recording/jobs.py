@@ -85,7 +85,7 @@ class Table:
         return not numbers[SPOILED]
 
 
-def fit(matrices: Iterable[Tensor]) -> bool:
+def readable(matrices: Iterable[Tensor]) -> bool:
     """Whether the loops can read matrices or vectors: fp32 numbers on the CPU, one row after the other."""
     for matrix in matrices:
         plain = matrix.dtype is torch.float32 and matrix.layout is torch.strided

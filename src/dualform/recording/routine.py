@@ -34,8 +34,8 @@ from dualform.recording.jobs import (
     SUMS,
     Table,
     copying,
-    fit,
     projecting,
+    readable,
     room_of,
     taking,
 )
@@ -143,7 +143,7 @@ class Taking:
     def possible(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether the loops can read all of these rows."""
         alike = all(0 < len(keys) <= ROWS and len(keys) == len(gradients) for _, keys, gradients in rows)
-        return alike and fit(_tensors(rows))
+        return alike and readable(_tensors(rows))
 
     def matches(self, rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
         """Whether these are the calls and shapes that the routine is for, and the loops can read their rows."""
@@ -152,7 +152,7 @@ class Taking:
         for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self.calls, strict=True):
             if use is not known or keys.shape != of_keys or gradients.shape != of_gradients:
                 return False
-        return fit(_tensors(rows))
+        return readable(_tensors(rows))
 
     def take(self, rows: Sequence[tuple[Use, Tensor, Tensor]], reserve: Reserve) -> tuple[Taken, bool] | None:
         """Copy and sketch rows; also whether all sketches are finite. None where there is no room for them."""

@@ -18,7 +18,7 @@ from dualform.memory.slab import Slab
 from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_many
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
-from dualform.recording.jobs import fit
+from dualform.recording.jobs import readable
 from dualform.recording.probe import Evidence, Fit, fit_all
 from dualform.recording.reading import Reading, Step
 from dualform.recording.routine import AT_A_TIME, Sketching
@@ -161,7 +161,7 @@ class Stepping:
         if not gradients:
             return list
         targets = [target for target, settings in seen if settings is not None]
-        if self._targets.swift.loops is None or not fit(gradients):
+        if self._targets.swift.loops is None or not readable(gradients):
             sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
             return lambda: sketches
         of = tuple(map(id, targets))  # alternating optimisers, or weights that are frozen for a while, have one each

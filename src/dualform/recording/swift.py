@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.fast import load
-from dualform.recording.jobs import RESULT, Table, fit, projecting
+from dualform.recording.jobs import RESULT, Table, projecting, readable
 
 PAYS = 1 << 26  # numbers that a run has sketched by torch, after which loading the loops pays
 
@@ -39,7 +39,7 @@ class Swift:
 
     def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
         """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""
-        if self.loops is None or not fit([rows]) or not len(rows):
+        if self.loops is None or not readable([rows]) or not len(rows):
             return None
         result = torch.empty(len(rows), len(columns), dtype=columns.dtype)
         job = projecting(rows, columns)
