@@ -24,7 +24,7 @@ import dualform
 from dualform.errors import MemoryInUse
 from dualform.memory import disk as module
 from dualform.memory import files, lock, writer
-from dualform.memory.arena import Arena, Shape, Staging
+from dualform.memory.arena import Arena, Shape, Staging, held
 from dualform.memory.disk import PAGE, Disk
 from dualform.memory.files import checksums, write_tensors
 from dualform.memory.lock import LOCK, Lock
@@ -260,7 +260,9 @@ def test_rows_of_another_kind_are_not_held() -> None:
     assert arena.hold("other", torch.zeros(2, 3)) is None
     assert arena.hold("keys", torch.randn(3, 2).T) is not None
     twice = arena.reserve([("keys", Shape(1, 3, torch.float32))] * 2)
-    assert twice is not None and twice[1].start == twice[0].start + 1, "a weight that is used twice"
+    assert twice is not None
+    first, second = held(twice)
+    assert second.start == first.start + 1, "a weight that is used twice"
 
 
 def test_a_held_row_is_a_copy() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualform.memory.arena import Arena, Shape
+from dualform.memory.arena import Arena, Shape, held
 from dualform.recording import swift
 from dualform.recording.routine import Taking
 from dualform.recording.targets import find_targets
@@ -58,11 +58,12 @@ def test_what_torchs_threads_take_is_the_plain_product(rows: int, width: int, ou
     gradients = torch.randn(rows, outputs, generator=generator)
     wide = zip(use.streams, (width, outputs), strict=True)
     shapes = {name: Shape(2 * rows, columns, torch.float32) for name, columns in wide}
-    routine, arena = Taking([(use, keys, gradients)], True, loops), Arena(shapes, pinned=False)
+    waiting = [((0, use, keys, keys._version, None), gradients)]
+    routine, arena = Taking(waiting, [(keys, gradients)], True, loops), Arena(shapes, pinned=False)
     for _ in range(2):
-        found = routine.take([(use, keys, gradients)], arena.reserve)
-        assert found is not None and found[1]
-        (held_keys, held_gradients), results, row = found[0]
+        found = routine.take(waiting, arena)
+        assert found is not None and not found.needed
+        (held_keys, held_gradients), results, row = held(found.room), found.results, found.row
         assert held_keys.rows.equal(keys) and held_gradients.rows.equal(gradients)
         columns = use.weight.columns(torch.float32, keys.device).double()
         heads = torch.cat([keys.double() @ columns.T, torch.ones(rows, 1)], dim=1)

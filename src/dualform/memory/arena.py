@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +34,18 @@ class Shape:
         return -(-self.rows * self.width * self.dtype.itemsize // PAGE) * PAGE
 
 
-class Held(NamedTuple):
-    """Room for some rows in a stream, its address, and where the sums of its blocks go (see BlockSums).
+Plan = list[tuple[str, Tensor, int, int, int, int]]
+"""The same every time some rows are wanted: stream, its rows, address, bytes of a row, rows wanted, rows at most."""
+Room = tuple[Plan, list[int]]
+"""Room for some rows in streams, and at which row of each it begins; the tensors are made when they are asked for."""
 
-    The tensor itself is made when it is asked for.
-    """
+
+class Held(NamedTuple):
+    """Some rows of a stream."""
 
     place: Tensor
     start: int
     length: int
-    address: int
-    sums: int
 
     @property
     def rows(self) -> Tensor:
@@ -53,8 +53,10 @@ class Held(NamedTuple):
         return self.place.narrow(0, self.start, self.length)
 
 
-# Held(…) of a tuple, without the interpreter's help.
-_held: Callable[[tuple[Tensor, int, int, int, int]], Held] = partial(tuple.__new__, Held)
+def held(room: Room) -> list[Held]:
+    """The rows for which there is this room, stream by stream."""
+    plan, starts = room
+    return [Held(place, start, rows) for (_, place, _, _, rows, _), start in zip(plan, starts, strict=True)]
 
 
 class Arena:
@@ -67,7 +69,7 @@ class Arena:
         self._streams: dict[str, Tensor] = {}
         self._shapes, self._addresses = dict(shapes), dict.fromkeys(shapes, 0)
         self._wanted: Sequence[tuple[str, Shape]] = ()
-        self._plan: list[tuple[str, Tensor, int, int, int, int]] | None = []
+        self._plan: Plan | None = []
         at = 0
         for name, shape in shapes.items():
             part = torch.from_numpy(whole[at : at + shape.rows * shape.width * shape.dtype.itemsize])
@@ -82,28 +84,26 @@ class Arena:
         self.bytes = 0
         self.sums.reset()
 
-    def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
+    def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> Room | None:
         """Room for some rows at the end of each of these streams; None where any of them has none."""
         if wanted is not self._wanted:
             self._wanted, self._plan = wanted, self._planned(wanted)
         if self._plan is None:
             return None
-        held: list[Held] = []
-        filled = dict(self._filled)  # a weight that is used twice has its stream twice
-        size, table = 0, self.sums.table
-        for stream, place, address, width, rows, room in self._plan:
+        starts: list[int] = []
+        filled, size = self._filled.copy(), 0  # a weight that is used twice has its stream twice
+        for stream, _, _, width, rows, room in self._plan:
             start = filled[stream]
             if start + rows > room:
                 return None
-            held.append(_held((place, start, rows, address + start * width, table)))
+            starts.append(start)
             filled[stream] = start + rows
             size += rows * width
         self._filled = filled
         self.bytes += size
-        return held
+        return self._plan, starts
 
-    def _planned(self, wanted: Sequence[tuple[str, Shape]]) -> list[tuple[str, Tensor, int, int, int, int]] | None:
-        """What is the same every time these are wanted: stream, address, bytes of a row, rows wanted, rows at most."""
+    def _planned(self, wanted: Sequence[tuple[str, Shape]]) -> Plan | None:
         plan = []
         for stream, shape in wanted:
             room = self._shapes.get(stream)
@@ -117,8 +117,8 @@ class Arena:
         """Copy rows to the end of their stream; None where they do not fit there."""
         if rows.is_cuda != self.pinned:
             return None
-        held = self.reserve([(stream, Shape(rows.shape[0], rows.shape[1], rows.dtype))])
-        return None if held is None else held[0].rows.copy_(rows, non_blocking=self.pinned)
+        room = self.reserve([(stream, Shape(rows.shape[0], rows.shape[1], rows.dtype))])
+        return None if room is None else held(room)[0].rows.copy_(rows, non_blocking=self.pinned)
 
 
 class Staging:
@@ -126,6 +126,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
+        self.arena: Arena | None = None  # the one being filled, where rows of the CPU go
         self._from_gpu = False
         self._side: torch.cuda.Stream | None = None
 
@@ -142,15 +143,12 @@ class Staging:
     def make(self, shapes: Mapping[str, Shape]) -> None:
         """Make both arenas, once it is known what a step needs."""
         self._arenas = [Arena(shapes, self._from_gpu), Arena(shapes, self._from_gpu)]
-
-    def reserve(self, wanted: Sequence[tuple[str, Shape]]) -> list[Held] | None:
-        """Room in the arena for rows of the CPU, to be copied there; None where there is none."""
-        return self._arenas[0].reserve(wanted) if self._arenas and not self._from_gpu else None
+        self.arena = None if self._from_gpu else self._arenas[0]
 
     def hold(self, stream: str, rows: Tensor) -> Tensor:
         """A copy of rows on the CPU, in the arena if there is room."""
         if rows.is_cuda:
-            self._from_gpu = True
+            self._from_gpu, self.arena = True, None
         if rows.is_cuda and self._arenas:
             return self._hold_from_gpu(stream, rows)
         held = self._arenas[0].hold(stream, rows) if self._arenas else None
@@ -176,6 +174,7 @@ class Staging:
             return None
         self._arenas.reverse()
         self._arenas[0].reset()
+        self.arena = None if self._from_gpu else self._arenas[0]
         return self._arenas[1].sums
 
 

@@ -57,8 +57,7 @@ class Writer:
         self.waited = 0.0
         self.broken = False
         self._ledgers = ledgers
-        self._staging = Staging()
-        self.hold, self.reserve = self._staging.hold, self._staging.reserve
+        self.staging = Staging()
         self._gathered = _Gathered()
         self._steps = self._committed = manifest.steps
         self._number = next_segment(path)
@@ -68,7 +67,7 @@ class Writer:
 
     def due(self, steps: int) -> bool:
         """Whether enough has gathered, or enough time has passed, for a commit after so many steps."""
-        if max(self._gathered.bytes, self._staging.bytes) >= COMMIT_BYTES:
+        if max(self._gathered.bytes, self.staging.bytes) >= COMMIT_BYTES:
             return True
         return steps > self._committed and time.monotonic() - self._last_commit >= COMMIT_SECONDS
 
@@ -86,7 +85,7 @@ class Writer:
         """Take finished steps."""
         if self._under_way is not None and self._under_way.done():
             self._settle()
-        self._staging.wait()
+        self.staging.wait()
         gathered, first = self._gathered, self._steps + 1
         self._steps += len(rows)
         gathered.rows.append(rows)
@@ -94,7 +93,7 @@ class Writer:
         for weight, calls in rows.calls.items():
             gathered.calls.setdefault(weight, []).extend((first, call) for call in calls)
             gathered.bytes += sum(call.bytes for call in calls)
-        if not self._staging.ready and gathered.bytes >= COMMIT_BYTES // 32:
+        if not self.staging.ready and gathered.bytes >= COMMIT_BYTES // 32:
             self._make_arenas()  # a run that small needs none
 
     def _make_arenas(self) -> None:
@@ -109,13 +108,13 @@ class Writer:
                     rows = int(sum(len(tensor) for tensor in tensors) * share) + 1
                     shapes[f"w{weight}/{part}"] = Shape(rows, tensors[0].shape[1], tensors[0].dtype)
         if sum(shape.bytes for shape in shapes.values()) <= LARGEST_ARENA:
-            self._staging.make(shapes)
+            self.staging.make(shapes)
 
     def commit(self, extra: Tensors, findings: Sequence[Finding], told: Sequence[str], wait: bool) -> None:
         """Commit every step so far, with what `extra` says of the weights as they are now; durable after `wait`."""
         self._settle()
         gathered, self._gathered = self._gathered, _Gathered()
-        sums = self._staging.turn()
+        sums = self.staging.turn()
         self._last_commit = time.monotonic()
         self._committed = self._steps
         self._under_way = self._thread.submit(self._commit, gathered, extra, tuple(findings), tuple(told), sums)

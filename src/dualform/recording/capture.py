@@ -7,28 +7,39 @@ where a gradient reached the weight.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor, is_legacy_batchedtensor
+from torch._C import _current_graph_task_id as current_task
+from torch._C._functorch import (
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+    maybe_current_level,
+)
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import BadCall, BadIds
-from dualform.memory.arena import Held
-from dualform.recording.backward import Backward, Copied, Forward, Known, known
+from dualform.memory.arena import Staging
+from dualform.recording.backward import Backward
+from dualform.recording.calls import Forward, Known
 from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
 from dualform.recording.plain import run_plain
-from dualform.recording.routine import Reserve, Taking
+from dualform.recording.routine import Rows, Taking
 from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
 LATE = 64  # backward passes that wait to be settled
 PENDING = 1024  # backward passes that one parameter may gather before a step
+OURS = "dualform"  # among a tensor's hooks, of which torch numbers its own
+_gradient, _NONE = attrgetter("grad"), itertools.repeat(None)
 
 
 def inert(*_: Any) -> None:
@@ -56,18 +67,19 @@ class Capture:
         self,
         targets: Targets,
         shield: Callable[..., Any],
+        fail: Callable[[Exception], None],
         tell: Callable[[str, str], None],
         wanted: Callable[[Target], bool],
         catch_up: Callable[[], None],
         values: bool,
     ) -> None:
-        self.shield = shield
-        self.hold: Callable[[str, Tensor], Tensor] = lambda stream, rows: rows.clone()
-        self.reserve: Reserve = lambda wanted: None
+        self.shield, self._fail = shield, fail
+        self.staging = Staging()
         self.batch: Batch | None = None
         self._tell, self._wanted, self._catch_up, self._values = tell, wanted, catch_up, values
         self._targets = targets
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
+        self._parameters = [target.parameter for target in targets.parameters]
         self._order = 0
         self.backwards = 0
         self._open: dict[int, Backward] = {}
@@ -79,7 +91,7 @@ class Capture:
     def install(self) -> None:
         """Put the hooks on, ours before the user's: a hook that replaces an output must come after."""
         for use in self._targets.uses:
-            hook = _ForwardHook(self.shield, self.saw_forward, use)
+            hook = _ForwardHook(self.saw_forward, use)
             self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         for target in self._targets.parameters:
             # A frozen parameter takes no such hook, but keeps one it got before.
@@ -103,28 +115,35 @@ class Capture:
         self, use: Use, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """A recorded module was called: wait for its gradient, if one can come."""
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return
-        if not use.weight.parameter.requires_grad and not use.trained:
-            return
-        stored = args[0] if args else kwargs.get("input")
-        if not isinstance(stored, Tensor) or _is_wrapped(output):
-            return
-        batch, shape = self.batch, stored.shape
-        if batch is not None:
-            batch.shapes[shape] = use
-        call = known((self._order, use, shape, not stored.requires_grad, batch))
-        if use.copy_at_forward:
-            stored = stored.detach().clone()
-        self._order += 1
-        forward = call, stored, stored._version
-        product = output if output._base is None else _product(output)
-        product.register_hook(partial(self._saw_gradient, forward))
+        # Between two large products the interpreter itself has left the cache, and every line is slow: so here and in
+        # the gradient's hook the least possible, and the rest for all layers at once when the backward pass has ended.
+        try:
+            if not isinstance(output, Tensor) or not output.requires_grad or maybe_current_level() is not None:
+                return
+            stored = args[0] if args else kwargs.get("input")
+            if not isinstance(stored, Tensor) or not (use.weight.parameter.requires_grad or use.trained):
+                return
+            if use.copy_at_forward:
+                stored = stored.detach().clone().requires_grad_(stored.requires_grad)
+            batch = self.batch
+            forward = self._order, use, stored, stored._version, batch
+            self._order += 1
+            if batch is not None:
+                batch.inputs.append(forward)
+            product = output if output._base is None else _product(output)
+            hook = partial(self._saw_gradient, forward)
+            node = product.grad_fn
+            if node is None or product._backward_hooks is not None:
+                product.register_hook(hook)
+            else:  # the same as register_hook does, but for a handle to remove the hook by
+                product._backward_hooks = OrderedDict(((OURS, hook),))
+                node._register_hook_dict(product)
+        except Exception as error:
+            self._fail(error)
 
     def _saw_gradient(self, forward: Forward, gradient: Tensor | None) -> None:
-        # Between two large products the interpreter itself has left the cache, and every line here is slow: so the
-        # least possible, and no shield around what cannot fail. No user code runs before the backward pass has ended.
-        task = torch._C._current_graph_task_id()
+        # No shield around what cannot fail; no user code runs before the backward pass has ended.
+        task = current_task()
         backward = self._open.get(task) or self.shield(self._begun, task)
         if backward is None or gradient is None:  # recording has stopped, or nothing flows back to this layer
             return
@@ -136,63 +155,87 @@ class Capture:
     def _begun(self, task: int) -> Backward:
         if not self._open:
             self._accumulated.clear()  # by a pass through none of our layers
-        fresh = [target for target in self._targets.parameters if target.parameter.grad is None]
-        self._open[task] = Backward(fresh)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self.shield, run_plain, self._ended, task))
-        return self._open[task]
+        backward = self._open[task] = Backward([*map(is_, map(_gradient, self._parameters), _NONE)])
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
+        return backward
+
+    def _ended(self, task: int) -> None:
+        """A backward pass is over: what arrived in it became events where a gradient accumulated."""
+        try:
+            backward = self._open.get(task)
+            if backward is None:
+                return
+            if not self._taken_as_before(backward):
+                run_plain(self._take_in, backward)
+            del self._open[task]
+            backward.accumulated = self._accumulated[:]
+            if self._open:  # a backward pass within another leaves the other's gradients to it
+                self._catch_up()
+                self._accumulated[:] = self._settle_all(backward)
+                return
+            self._accumulated.clear()
+            self._ended_since.append(backward)
+            if len(self._ended_since) >= LATE:
+                self._catch_up()
+        except Exception as error:
+            self._fail(error)
+
+    def _taken_as_before(self, backward: Backward) -> bool:
+        """Have the routine of the last pass take in this one; False where it is not for such a pass."""
+        routine, arena = self._routine, self.staging.arena
+        if routine is None or arena is None:
+            return False
+        copied = routine.take(backward.waiting, arena)
+        if copied is None:
+            return False
+        _, batch = copied.orders[-1]
+        if batch is not None and ((batch.dim, batch.ids.shape) == routine.fitting or routine.fits(batch)):
+            batch.inputs.clear()
+        backward.waiting.clear()
+        backward.bytes = 0
+        backward.copied.append(copied)
+        return True
 
     def _take_in(self, backward: Backward) -> None:
         """Copy the keys and gradients that have arrived, and sketch what they put into the parameters."""
-        calls: list[Known] = []
-        rows: list[tuple[Use, Tensor, Tensor]] = []
-        for forward, gradient in backward.waiting:
-            if not _is_wrapped(gradient):  # a vectorised Jacobian: nothing accumulates
-                calls.append(forward[0])
-                rows.append(self._rows(forward, gradient))
+        # Within a vectorised Jacobian nothing accumulates.
+        waiting = [(forward, gradient) for forward, gradient in backward.waiting if not _is_wrapped(gradient)]
+        rows = [self._rows(forward, gradient) for forward, gradient in waiting]
         backward.waiting.clear()
         backward.bytes = 0
-        if rows and not self._by_routine(backward, calls, rows):
+        if rows and not self._by_routine(backward, waiting, rows):
             self._told_of(backward)
-            for call, (use, keys, gradients) in zip(calls, rows, strict=True):
-                kept = self.hold(use.streams[1], gradients) if self._values else gradients.detach()
-                arrived = self._arrived(call, self.hold(use.streams[0], keys), kept)
+            for (forward, _), (keys, gradients) in zip(waiting, rows, strict=True):
+                call, use = Known.of(forward), forward[1]
+                kept = self.staging.hold(use.streams[1], gradients) if self._values else gradients.detach()
+                examples, positions = map(torch.from_numpy, self.numbers(call))
+                kept_keys = self.staging.hold(use.streams[0], keys)
+                arrived = Arrived(call.order, use, kept_keys, kept, examples, positions, call.fixed)
                 arrived.sketch = use.sketch(keys, gradients)
                 backward.arrived.append(arrived)
 
-    def _by_routine(self, backward: Backward, calls: list[Known], rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
+    def _by_routine(self, backward: Backward, waiting: Sequence[tuple[Forward, Tensor]], rows: Sequence[Rows]) -> bool:
         """Have compiled loops take in what has arrived; False where they cannot."""
-        if self._targets.swift.loops is None:
+        arena = self.staging.arena
+        if self._targets.swift.loops is None or arena is None:
             return False
-        if self._routine is None or not self._routine.matches(rows):
-            if not Taking.possible(rows):
-                return False
-            self._routine = Taking(rows, self._values, self._targets.swift)
-        found = self._routine.take(rows, self.reserve)
-        if found is None:
+        if not Taking.possible(rows):
             return False
-        taken, finite = found
-        # Gradients that are not kept are needed once more only to count the events that are not finite.
-        needed = [gradients for _, _, gradients in rows] if not finite and not self._values else []
-        backward.copied.append(Copied(self._routine, taken, calls, needed))
-        return True
+        if self._routine is None or not self._routine.matches(waiting, rows):
+            self._routine = Taking(waiting, rows, self._values, self._targets.swift)
+        copied = self._routine.take_rows(waiting, rows, arena)
+        if copied is not None:
+            backward.copied.append(copied)
+        return copied is not None
 
     def _told_of(self, backward: Backward) -> None:
         """Make rows that have arrived of what routines have copied."""
-        for routine, taken, calls, needed in backward.copied:
-            arrived = [self._arrived(call, held, None) for call, held in zip(calls, taken.held, strict=False)]
-            routine.tell(taken, arrived)
-            for one, gradients in zip(arrived, needed, strict=False):
-                one.kept_gradients = gradients
-            backward.arrived += arrived
+        for copied in backward.copied:
+            backward.arrived += copied.routine.arrived(copied, self.numbers)
         backward.copied.clear()
 
-    def _arrived(self, call: Known, keys: Tensor | Held, gradients: Tensor | None) -> Arrived:
-        examples, positions = self.numbers(call)
-        numbers = torch.from_numpy(examples), torch.from_numpy(positions)
-        return Arrived(call.order, call.use, keys, gradients, *numbers, call.fixed)
-
-    def _rows(self, forward: Forward, gradient: Tensor) -> tuple[Use, Tensor, Tensor]:
-        (_, use, *_), stored, version = forward
+    def _rows(self, forward: Forward, gradient: Tensor) -> Rows:
+        _, use, stored, version, _ = forward
         if stored._version != version and not use.copy_at_forward:
             use.copy_at_forward = True
             self._tell(
@@ -203,7 +246,7 @@ class Capture:
         keys, gradients = use.kind.keys(stored), use.kind.gradients(gradient)
         if keys.dtype != gradients.dtype:  # under autocast the product is in the output's dtype: so is the key
             keys = keys.to(gradients.dtype)
-        return use, keys, gradients
+        return keys, gradients
 
     def numbers(self, call: Known) -> Numbers:
         """The example and the position of every event of a call."""
@@ -221,22 +264,6 @@ class Capture:
             self._tell("no ids", f"no ids are given (recorder.batch); events get example {NO_EXAMPLE}")
         events = math.prod(leading)
         return np.full(events, NO_EXAMPLE), nowhere(events)
-
-    def _ended(self, task: int) -> None:
-        """A backward pass is over: what arrived in it became events where a gradient accumulated."""
-        backward = self._open.get(task)
-        if backward is not None:
-            self._take_in(backward)
-            del self._open[task]
-            backward.accumulated = self._accumulated[:]
-            if self._open:  # a backward pass within another leaves the other's gradients to it
-                self._catch_up()
-                self._accumulated[:] = self._settle_all(backward)
-                return
-            self._accumulated.clear()
-            self._ended_since.append(backward)
-            if len(self._ended_since) >= LATE:
-                self._catch_up()
 
     def begin(self) -> None:
         """Begin a new stretch of steps: what was copied for the last one has been looked at."""
@@ -265,7 +292,7 @@ class Capture:
 
     def settle(self, target: Target) -> None:
         """An optimiser is about to step this parameter within a backward pass: its gradient is there already."""
-        backward = self._open.get(torch._C._current_graph_task_id())
+        backward = self._open.get(current_task())
         if backward is not None:
             self._catch_up()
             self._take_in(backward)
@@ -292,7 +319,7 @@ class Capture:
             del target.passes[0]
         if any(row.half for row in rows):
             target.half = True
-        target.passes.append(Pass(backward.number, rows, target.projection is None, target in backward.fresh))
+        target.passes.append(Pass(backward.number, rows, target.projection is None, backward.fresh[target.index]))
         return True
 
     def leave_arena(self) -> None:
@@ -306,38 +333,9 @@ class Capture:
 
     def forget_unfinished(self) -> None:
         """Drop what arrived in backward passes that never ended (an exception inside them)."""
-        if torch._C._current_graph_task_id() == -1:
+        if current_task() == -1:
             self._open.clear()
             self._accumulated.clear()
-
-
-class Within:
-    """Says which batch the forward passes meanwhile are of; a generator would cost more at every step."""
-
-    def __init__(self, capture: Capture, batch: Batch) -> None:
-        self._capture, self._batch = capture, batch
-
-    def __enter__(self) -> None:
-        if self._capture.batch is not None:
-            raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
-        self._capture.batch = self._batch
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        batch = self._batch
-        self._capture.batch = None
-        self._capture.forget_unfinished()
-        if kind is not None:
-            return
-        for shape, use in batch.shapes.items():
-            leading = use.kind.leading(shape)
-            if batch.fit(leading):
-                return
-        if batch.shapes:
-            raise BadIds(
-                f"ids of shape {list(batch.ids.shape)} fit no recorded layer: inputs have leading dimensions "
-                f"{list(leading)}. Pass one id per row, one per example along dimension {batch.dim}, "
-                "or name the batch dimension with recorder.batch(ids, dim=…)."
-            )
 
 
 def _product(output: Tensor) -> Tensor:

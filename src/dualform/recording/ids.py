@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from dualform.errors import BadIds
+from dualform.errors import BadCall, BadIds
 from dualform.memory.slab import Slab
+
+if TYPE_CHECKING:
+    from dualform.recording.calls import Forward
+    from dualform.recording.capture import Capture
 
 NO_EXAMPLE = -1
 
@@ -21,20 +24,44 @@ Numbers = tuple[Int64[np.ndarray, " events"], Int64[np.ndarray, " events"]]
 """The example and the position of every event."""
 
 
-@dataclass
 class Batch:
-    """The ids of the batch at work, and the shapes of the inputs that layers saw meanwhile."""
+    """The ids of a batch: while it is entered, forward passes are of it.
 
-    ids: Int64[np.ndarray, "..."]
-    dim: int
-    shapes: dict[torch.Size, Any] = field(default_factory=dict)
-    fits: dict[tuple[int, ...], Numbers | None] = field(default_factory=dict)
+    A generator as a context manager would cost more at every step.
+    """
+
+    __slots__ = ("_capture", "_fits", "dim", "ids", "inputs")
+
+    def __init__(self, capture: Capture, ids: Int64[np.ndarray, "..."], dim: int) -> None:
+        self.ids, self.dim = ids, dim
+        self.inputs: list[Forward] = []  # of which it is not known yet whether ids fit any of them
+        self._capture = capture
+        self._fits: dict[tuple[int, ...], Numbers | None] = {}
 
     def fit(self, leading: tuple[int, ...]) -> Numbers | None:
         """The example and the position of every event of an input with these leading dimensions, if the ids fit."""
-        if leading not in self.fits:
-            self.fits[leading] = fit_ids(self, leading)
-        return self.fits[leading]
+        if leading not in self._fits:
+            self._fits[leading] = fit_ids(self, leading)
+        return self._fits[leading]
+
+    def __enter__(self) -> None:
+        if self._capture.batch is not None:
+            raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
+        self._capture.batch = self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._capture.batch = None
+        self._capture.forget_unfinished()
+        inputs, self.inputs = self.inputs, []
+        if not inputs or kind is not None:
+            return
+        shapes = [use.kind.leading(stored.shape) for _, use, stored, *_ in inputs]
+        if not any(self.fit(leading) for leading in shapes):
+            raise BadIds(
+                f"ids of shape {list(self.ids.shape)} fit no recorded layer: inputs have leading dimensions "
+                f"{list(shapes[-1])}. Pass one id per row, one per example along dimension {self.dim}, "
+                "or name the batch dimension with recorder.batch(ids, dim=…)."
+            )
 
 
 def read_ids(ids: Any, examples: int | None, slab: Slab) -> Int64[np.ndarray, "..."]:

@@ -26,7 +26,7 @@ from dualform.memory.manifest import write_manifest
 from dualform.memory.segment import sketch_tensors
 from dualform.memory.slab import Slab
 from dualform.optimizers import is_nested
-from dualform.recording.capture import Capture, Within
+from dualform.recording.capture import Capture
 from dualform.recording.description import describe, final_tensors, initial_tensors
 from dualform.recording.ids import Batch, read_ids
 from dualform.recording.plain import run_plain
@@ -73,6 +73,7 @@ class Recorder:
         self._capture = Capture(
             self._targets,
             self._shield,
+            self._failed,
             self._tell,
             wanted=lambda target: self._stepping.owns(target),
             catch_up=lambda: self._stepping.catch_up(),
@@ -94,7 +95,7 @@ class Recorder:
                 clear_leftovers(self.path)
             self._install_hooks()
             self._writer = run_plain(self._resume if resumed else self._begin)
-            self._capture.hold, self._capture.reserve = self._writer.hold, self._writer.reserve
+            self._capture.staging = self._writer.staging
         except BaseException as error:
             self._remove_hooks()
             self._lock.release()
@@ -149,7 +150,7 @@ class Recorder:
             raise BadCall("this recorder was not started: use `with dualform.record(…) as recorder:`, or start().")
         if not isinstance(dim, int) or dim < 0:
             raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim!r}.")
-        return Within(self._capture, Batch(read_ids(ids, self._examples, self._slab), dim))
+        return Batch(self._capture, read_ids(ids, self._examples, self._slab), dim)
 
     def commit(self) -> None:
         """Make every finished step durable now; call it before saving a checkpoint."""
@@ -202,10 +203,15 @@ class Recorder:
         try:
             return function(*arguments)
         except Exception as error:
-            self._fail(error)
-            if self._on_error == "raise":
-                raise RecordingFailed(self._failure or "") from error
+            self._failed(error)
             return None
+
+    def _failed(self, error: Exception) -> None:
+        """A part of the recorder has failed: stop the recording, and the training only where that was asked for."""
+        if self._failure is None:
+            self._fail(error)
+        if self._on_error == "raise":
+            raise RecordingFailed(self._failure or "") from error
 
     def _fail(self, error: Exception) -> None:
         healthy = self._writer is not None and not self._writer.broken

@@ -11,15 +11,18 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dualform.memory.arena import Held, Shape
+from dualform.memory.arena import Arena, Room, Shape, held
 from dualform.memory.slab import pages
+from dualform.recording.calls import Forward, Known
+from dualform.recording.ids import Batch, Numbers
 from dualform.recording.jobs import (
     CHECKED,
     FIELDS,
@@ -40,9 +43,12 @@ from dualform.recording.jobs import (
     taking,
 )
 from dualform.recording.swift import Swift
-from dualform.recording.targets import Arrived, Sketch, Target, Use
+from dualform.recording.targets import Arrived, Sketch, Target
 
-Reserve = Callable[[Sequence[tuple[str, Shape]]], list[Held] | None]
+Rows = tuple[Tensor, Tensor]
+"""The keys and the gradients of one call, a row an event."""
+Waiting = Sequence[tuple[Forward, Tensor]]
+"""Calls and their gradients as they came."""
 AT_A_TIME = 32  # steps that are looked at together
 RING = 8 << 20  # bytes that their results may take
 
@@ -90,14 +96,6 @@ def _unused_count() -> int:
     return count
 
 
-class Taken(NamedTuple):
-    """What a routine made of one backward pass: where its rows are, and the sketches and sizes of all calls."""
-
-    held: list[Held]
-    results: Float32[np.ndarray, "steps numbers"]
-    row: int
-
-
 @dataclass(frozen=True, slots=True)
 class Sketched:
     """What a routine made of the gradients of one step."""
@@ -112,16 +110,45 @@ class Sketched:
         return [flat[start:end] for start, end in itertools.pairwise(at)]
 
 
-class Taking:
-    """Copies and sketches the rows of backward passes of one kind: the same calls, with rows of the same shapes."""
+class Copied(NamedTuple):
+    """What a routine made of one backward pass: where its rows are, and the sketches and sizes of all calls.
 
-    def __init__(self, rows: Sequence[tuple[Use, Tensor, Tensor]], values: bool, swift: Swift) -> None:
+    `orders` are the order and the batch of every call, `needed` gradients that are not kept, but needed once more.
+    """
+
+    routine: Taking
+    room: Room
+    results: Float32[np.ndarray, "steps numbers"]
+    row: int
+    orders: list[tuple[int, Batch | None]]
+    needed: list[Tensor]
+
+    @property
+    def calls(self) -> list[Known]:
+        """What is known of every call: all but order and batch is what the routine is for."""
+        inputs = self.routine.inputs
+        return [Known(order, *one, batch) for one, (order, batch) in zip(inputs, self.orders, strict=True)]
+
+
+class Taking:
+    """Copies and sketches the rows of backward passes of one kind: the same calls, with inputs of the same shapes."""
+
+    def __init__(self, waiting: Waiting, rows: Sequence[Rows], values: bool, swift: Swift) -> None:
         self._swift, self.values = swift, values
-        self.calls = [(use, keys.shape, gradients.shape) for use, keys, gradients in rows]
+        calls = [Known.of(forward) for forward, _ in waiting]
+        self.inputs = [(call.use, call.shape, call.fixed) for call in calls]
+        self.fitting: tuple[int, tuple[int, ...]] | None = None  # what ids looked like that fit them
+        self._shapes = [(keys.shape, gradients.shape) for keys, gradients in rows]
+        # Whether inputs and gradients are the rows as they lie, and no tensors have to be made of them.
+        self._direct = all(
+            keys.data_ptr() == forward[2].data_ptr() and gradients.data_ptr() == gradient.data_ptr()
+            for (keys, gradients), (forward, gradient) in zip(rows, waiting, strict=True)
+        )
+        self._expected = [(*known, gradient.shape) for known, (_, gradient) in zip(self.inputs, waiting, strict=True)]
         self._wanted: list[tuple[str, Shape]] = []
         jobs: list[int] = []
         room = 0
-        for use, keys, gradients in rows:
+        for (use, _, _), (keys, gradients) in zip(self.inputs, rows, strict=True):
             columns = use.weight.columns(torch.float32, torch.device("cpu"))
             (events, width), outputs = keys.shape, gradients.shape[1]
             job = taking(events, width, outputs, columns)
@@ -136,56 +163,105 @@ class Taking:
             jobs[at + ROOM] += self._room.data_ptr()
         self._jobs = Table(jobs)
         # Of every call two sizes in fp64, then of every call its sketch.
-        self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, _, shape in self.calls)]).tolist()
+        self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, shape in self._shapes)]).tolist()
         self.ring = Ring(self.at[-1])
 
     @staticmethod
-    def possible(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
+    def possible(rows: Sequence[Rows]) -> bool:
         """Whether the loops can read all of these rows."""
-        alike = all(0 < len(keys) <= ROWS and len(keys) == len(gradients) for _, keys, gradients in rows)
-        return alike and readable(_tensors(rows))
+        alike = all(0 < len(keys) <= ROWS and len(keys) == len(gradients) for keys, gradients in rows)
+        return alike and readable(itertools.chain.from_iterable(rows))
 
-    def matches(self, rows: Sequence[tuple[Use, Tensor, Tensor]]) -> bool:
-        """Whether these are the calls and shapes that the routine is for, and the loops can read their rows."""
-        if len(rows) != len(self.calls):
-            return False
-        for (use, keys, gradients), (known, of_keys, of_gradients) in zip(rows, self.calls, strict=True):
-            if use is not known or keys.shape != of_keys or gradients.shape != of_gradients:
-                return False
-        return readable(_tensors(rows))
-
-    def take(self, rows: Sequence[tuple[Use, Tensor, Tensor]], reserve: Reserve) -> tuple[Taken, bool] | None:
-        """Copy and sketch rows; also whether all sketches are finite. None where there is no room for them."""
-        held = reserve(self._wanted)
-        if held is None:
+    def take(self, waiting: Waiting, arena: Arena) -> Copied | None:
+        """Copy and sketch what has arrived as it lies; None where it is not what the routine is for, or has no room."""
+        if not self._direct or len(waiting) != len(self._expected):
             return None
-        row, start = self.ring.next()
-        numbers, each, at, sums = self._jobs.numbers, iter(held), HEAD, start
-        for (_, keys, gradients), result in zip(rows, self.at, strict=False):
+        numbers, at, orders = self._jobs.numbers, HEAD, []
+        try:
+            for ((order, use, stored, version, batch), gradient), (of, shape, fixed, of_gradient) in zip(
+                waiting, self._expected, strict=True
+            ):
+                if (
+                    use is not of
+                    or stored._version != version
+                    or stored.shape != shape
+                    or gradient.shape != of_gradient
+                    or stored.requires_grad is fixed
+                    or stored.dtype is not torch.float32
+                    or gradient.dtype is not torch.float32
+                    or not gradient.is_cpu  # and so is the input
+                    or not stored.is_contiguous()
+                    or not gradient.is_contiguous()
+                ):
+                    return None
+                numbers[at + MATRIX], numbers[at + GRADIENTS] = stored.data_ptr(), gradient.data_ptr()
+                orders.append((order, batch))
+                at += FIELDS
+        except RuntimeError:  # a tensor that does not lie in memory: sparse, or inside a vmap
+            return None
+        return self._run(waiting, orders, arena)
+
+    def matches(self, waiting: Waiting, rows: Sequence[Rows]) -> bool:
+        """Whether the routine is for rows like these."""
+        shapes = [(keys.shape, gradients.shape) for keys, gradients in rows]
+        return shapes == self._shapes and [Known.of(forward)[1:4] for forward, _ in waiting] == self.inputs
+
+    def take_rows(self, waiting: Waiting, rows: Sequence[Rows], arena: Arena) -> Copied | None:
+        """The same of rows that were made of what has arrived, and which it is for."""
+        numbers, at = self._jobs.numbers, HEAD
+        for keys, gradients in rows:
             numbers[at + MATRIX], numbers[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
-            to = next(each)
-            numbers[at + KEYS_TO], numbers[at + CHECKED] = to.address, to.sums
+            at += FIELDS
+        return self._run(waiting, [(forward[0], forward[4]) for forward, _ in waiting], arena)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the ids of a batch fit the last of the inputs, which is remembered."""
+        use, shape, _ = self.inputs[-1]
+        if batch.fit(use.kind.leading(shape)) is None:
+            return False
+        self.fitting = batch.dim, batch.ids.shape
+        return True
+
+    def _run(self, waiting: Waiting, orders: list[tuple[int, Batch | None]], arena: Arena) -> Copied | None:
+        """Copy and sketch the rows whose addresses are in the table."""
+        room = arena.reserve(self._wanted)
+        if room is None:
+            return None
+        ring = self.ring
+        row, start = ring.next()
+        numbers, at, sums, table = self._jobs.numbers, HEAD, start, arena.sums.table
+        places = zip(*room, strict=True)
+        for result in self.at[:-1]:
+            (_, _, address, width, _, _), first = next(places)
+            numbers[at + KEYS_TO], numbers[at + CHECKED] = address + first * width, table
             if self.values:
-                numbers[at + GRADIENTS_TO] = next(each).address
+                (_, _, address, width, _, _), first = next(places)
+                numbers[at + GRADIENTS_TO] = address + first * width
             numbers[at + RESULT], numbers[at + SUMS] = start + 4 * result, sums
             at, sums = at + FIELDS, sums + 16
-        return Taken(held, self.ring.results, row), self._swift.run(self._jobs)
+        finite = self._swift.run(self._jobs)
+        # Gradients that are not kept are needed once more only to count the events that are not finite.
+        needed = [] if finite or self.values else [use.kind.gradients(g) for (_, use, *_), g in waiting]
+        return copied((self, room, ring.results, row, orders, needed))
 
-    def tell(self, taken: Taken, arrived: Sequence[Arrived]) -> None:
-        """Say of every call where its rows are, what their sketch is, and how large their terms are."""
-        results, each = taken.results[taken.row], iter(taken.held)
-        sizes = results[: 4 * len(arrived)].view(np.float64)
-        for number, one in enumerate(arrived):
-            one.kept_keys = next(each)
-            if self.values:
-                one.kept_gradients = next(each)
-            at, end = self.at[number : number + 2]
-            one.sketch = results[at:end].reshape(5, -1)
-            one.sizes = float(sizes[2 * number]), float(sizes[2 * number + 1])
+    def arrived(self, copied: Copied, numbers: Callable[[Known], Numbers]) -> list[Arrived]:
+        """The rows of every call: where they are, what their sketch is, and how large their terms are."""
+        results, each = copied.results[copied.row], iter(held(copied.room))
+        sizes = results[: 4 * len(self.inputs)].view(np.float64)
+        found = []
+        for at, call in enumerate(copied.calls):
+            keys = next(each)
+            gradients = next(each) if self.values else copied.needed[at] if copied.needed else None
+            examples, positions = map(torch.from_numpy, numbers(call))
+            one = Arrived(call.order, call.use, keys, gradients, examples, positions, call.fixed)
+            one.sketch = results[self.at[at] : self.at[at + 1]].reshape(5, -1)
+            one.sizes = float(sizes[2 * at]), float(sizes[2 * at + 1])
+            found.append(one)
+        return found
 
 
-def _tensors(rows: Sequence[tuple[Use, Tensor, Tensor]]) -> list[Tensor]:
-    return [tensor for _, keys, gradients in rows for tensor in (keys, gradients)]
+copied: Callable[[tuple[Any, ...]], Copied] = partial(tuple.__new__, Copied)
+"""The same as Copied(…) of what is in a tuple, without the interpreter's help."""
 
 
 class Sketching:

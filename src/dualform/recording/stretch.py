@@ -6,8 +6,9 @@ What would take a dozen small objects a step takes a few arrays for all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -15,16 +16,15 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from dualform.memory import Call, StepRows
-from dualform.memory.arena import Held
 from dualform.memory.files import bytes_hashes
 from dualform.memory.slab import Slab
 from dualform.optimizers import COLUMNS, Settings
-from dualform.recording.backward import Copied, Known
+from dualform.recording.calls import Known
 from dualform.recording.everyday import everyday_stretch
 from dualform.recording.ids import NO_EXAMPLE, Numbers
 from dualform.recording.jobs import Table, comparing
 from dualform.recording.reading import Step
-from dualform.recording.routine import Sketched
+from dualform.recording.routine import Copied, Sketched
 from dualform.recording.swift import Swift
 from dualform.recording.targets import Target
 
@@ -49,29 +49,31 @@ class Stretch:
             return None
         copied = [step.backwards[0].copied[0] for step in steps]
         sketched = [step.sketches for step in steps if isinstance(step.sketches, Sketched)]
-        first, targets = steps[0].backwards[0], [target for target, _ in steps[0].seen]
-        inputs = [(call.shape, call.fixed) for call in copied[0].calls]
+        first, targets, reached = copied[0], [target for target, _ in steps[0].seen], steps[0].backwards[0].accumulated
+        plan, starts = first.room
         for at, (step, one, sketch) in enumerate(zip(steps, copied, sketched, strict=True)):
             alike = (
                 step.optimizer == steps[0].optimizer
-                and one.routine is copied[0].routine
-                and one.taken.results is copied[0].taken.results
-                and one.taken.row == copied[0].taken.row + at
+                and one.routine is first.routine
+                and one.results is first.results
+                and one.row == first.row + at
+                and one.room[0] is plan
                 and sketch.routine is sketched[0].routine
                 and sketch.results is sketched[0].results
                 and sketch.row == sketched[0].row + at
                 and len(step.seen) == len(targets)
-                and list(map(id, step.backwards[0].accumulated)) == list(map(id, first.accumulated))
-                and [(call.shape, call.fixed) for call in one.calls] == inputs
-                and all(map(_follows, one.taken.held, copied[0].taken.held, itertools.repeat(at)))
+                and len(step.backwards[0].accumulated) == len(reached)
+                and all(map(is_, step.backwards[0].accumulated, reached))
             )
             if not alike:
                 return None
-        uses = [call.use for call in copied[0].calls]
+        follow = np.arange(len(steps))[:, None] * [rows for *_, rows, _ in plan] + starts
+        if (np.array([one.room[1] for one in copied]) != follow).any():
+            return None
+        uses = [use for use, _, _ in first.routine.inputs]
         calls = {t: at for at, use in enumerate(uses) for t in (use.weight, use.bias) if t is not None}
         once = len(calls) == sum(1 if use.bias is None else 2 for use in uses)
-        reached = {id(parameter) for parameter in first.accumulated}
-        whole = calls.keys() == set(targets) and reached == {id(target.parameter) for target in targets}
+        whole = calls.keys() == set(targets) and set(map(id, reached)) == {id(target.parameter) for target in targets}
         if not once or not whole or any(target.passes for target in targets):
             return None
         if all(target.equations == 1 for target in targets):
@@ -80,7 +82,8 @@ class Stretch:
 
     def judge(self, swift: Swift) -> tuple[list[float], Float64[np.ndarray, "steps parameters"]] | None:
         """The scale of every step, and what is left of every gradient; None where any step is in doubt."""
-        taking, taken = self.copied[0].routine, self.copied[0].taken
+        taken = self.copied[0]
+        taking = taken.routine
         routine, sketches = self.sketched[0].routine, self.sketched[0].results
         sums = np.empty((len(self.steps), len(self.targets), 3))
         to, of_events, of_sketches = sums.ctypes.data, taken.results.ctypes.data, sketches.ctypes.data
@@ -136,30 +139,34 @@ class Stretch:
         self, backward: int, numbers: Callable[[Known], Numbers], slab: Slab
     ) -> Iterator[tuple[int, list[Call]]]:
         """The number of every layer's weight, and all its events."""
-        routine, taken, calls, _ = self.copied[0]
-        values, held = 2 if routine.values else 1, iter(taken.held)
+        (plan, starts), routine = self.copied[0].room, self.copied[0].routine
+        spans = (
+            place.narrow(0, start, rows * len(self.steps))
+            for (_, place, _, _, rows, _), start in zip(plan, starts, strict=True)
+        )
         shared: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        for number, (_, use, shape, fixed, _) in enumerate(calls):
-            keys, *gradients = (self._span(one) for one in itertools.islice(held, values))
+        for number, (use, shape, fixed) in enumerate(routine.inputs):
+            keys, *gradients = itertools.islice(spans, 2 if routine.values else 1)
             # Layers whose inputs have the same leading dimensions have the same examples, batch by batch.
-            of = *use.kind.leading(shape), *[id(one.calls[number].batch) for one in self.copied]
-            examples, positions = shared.get(of) or self._numbers(number, numbers, slab)
+            calls = [
+                Known(order, use, shape, fixed, batch) for order, batch in (one.orders[number] for one in self.copied)
+            ]
+            of = *use.kind.leading(shape), *[id(call.batch) for call in calls]
+            examples, positions = shared.get(of) or _numbered(map(numbers, calls), slab)
             if not (examples == NO_EXAMPLE).any():  # else every layer is told of
                 shared[of] = examples, positions
             events = keys, gradients[0] if gradients else None, examples, positions
             yield use.weight_number, [Call(use.index, backward, *events, fixed, steps=len(self.steps))]
 
-    def _numbers(self, number: int, numbers: Callable[[Known], Numbers], slab: Slab) -> tuple[Tensor, Tensor]:
-        """The examples and positions of all events of one layer."""
-        each = [numbers(one.calls[number]) for one in self.copied]
-        both = slab.empty((2, sum(len(examples) for examples, _ in each)), np.int64)
-        np.concatenate([examples for examples, _ in each], out=both[0])
-        np.concatenate([positions for _, positions in each], out=both[1])
-        examples, positions = torch.from_numpy(both).unbind(0)
-        return examples, positions
 
-    def _span(self, first: Held) -> Tensor:
-        return first.place.narrow(0, first.start, first.length * len(self.steps))
+def _numbered(numbers: Iterable[Numbers], slab: Slab) -> tuple[Tensor, Tensor]:
+    """The examples and positions of all events of one layer, batch by batch."""
+    of_examples, of_positions = zip(*numbers, strict=True)
+    both = slab.empty((2, sum(map(len, of_examples))), np.int64)
+    np.concatenate(of_examples, out=both[0])
+    np.concatenate(of_positions, out=both[1])
+    examples, positions = torch.from_numpy(both).unbind(0)
+    return examples, positions
 
 
 def _is_plain(step: Step) -> bool:
@@ -170,7 +177,3 @@ def _is_plain(step: Step) -> bool:
     if len(backward.copied) != 1 or backward.copied[0].needed or backward.arrived or backward.settled:
         return False
     return isinstance(step.sketches, Sketched) and None not in [settings for _, settings in step.seen]
-
-
-def _follows(held: Held, first: Held, steps: int) -> bool:
-    return held.place is first.place and held.length == first.length and held.start == first.start + steps * held.length
