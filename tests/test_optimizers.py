@@ -21,9 +21,9 @@ from dualform.optimizers import (
     LINEAR,
     MAXIMIZE,
     NESTEROV,
+    SettingsReader,
     coefficients,
     is_linear,
-    read_many,
     read_settings,
 )
 from small import batch, network, run
@@ -293,8 +293,31 @@ def test_many_settings_are_those_of_each(kind: type[torch.optim.Optimizer]) -> N
     if kind is torch.optim.SGD:
         optimizer.param_groups[0]["momentum"] = 0.9
     groups = [*[optimizer.param_groups[0]] * 3, optimizer.param_groups[1]]
-    for _ in range(3):
+    reader = SettingsReader(optimizer)
+
+    def check() -> None:
         each = [read_settings(optimizer, group, weight) for weight, group in zip(weights, groups, strict=True)]
-        assert read_many(optimizer, list(zip(weights, groups, strict=True))) == each
+        assert reader.read(list(zip(weights, groups, strict=True))) == each
+
+    for step in range(6):
+        check()
         weights[1].grad = torch.ones(2, 2)  # the others have no velocity yet
         optimizer.step()
+        if step == 2:
+            weights[0].grad = torch.ones(2, 2)
+        groups[0]["lr"] /= 2
+    if kind is torch.optim.SGD:
+        check()
+        groups[3]["lr"] = torch.tensor(0.25)
+        check()
+        groups[3]["lr"] *= 2  # the same tensor, with another value
+        check()
+        groups[3]["lr"] = 0.5
+        check()
+        optimizer.state[weights[1]] = {}
+        check()
+        optimizer.load_state_dict(optimizer.state_dict())
+        groups = [*[optimizer.param_groups[0]] * 3, optimizer.param_groups[1]]
+        check()
+        optimizer.state.clear()
+        check()

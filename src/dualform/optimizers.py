@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,7 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 """From a parameter group and the parameter's state just before the step to its settings."""
 
 _NOTHING: dict[str, Any] = {}
+_sgd_values = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _readers: dict[type[torch.optim.Optimizer], Reader] = {}
 
 
@@ -77,17 +79,15 @@ def register(kind: type[torch.optim.Optimizer]) -> Callable[[Reader], Reader]:
 
 @register(torch.optim.SGD)
 def _sgd(group: Mapping[str, Any], state: Mapping[str, Any]) -> Settings:
-    flags = ACTIVE | LINEAR
-    flags |= FIRST if state.get("momentum_buffer") is None else 0
-    flags |= NESTEROV if group["nesterov"] else 0
-    flags |= MAXIMIZE if group["maximize"] else 0
-    return Settings(
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        weight_decay=float(group["weight_decay"]),
-        flags=flags,
-    )
+    return _sgd_settings(_sgd_values(group), state.get("momentum_buffer") is None)
+
+
+def _sgd_settings(values: Sequence[Any], first: bool) -> Settings:
+    *rates, nesterov, maximize = values
+    flags = ACTIVE | LINEAR | (FIRST if first else 0)
+    flags |= (NESTEROV if nesterov else 0) | (MAXIMIZE if maximize else 0)
+    lr, momentum, dampening, weight_decay = map(float, rates)
+    return Settings(lr, momentum, dampening, weight_decay, flags=flags)
 
 
 @register(torch.optim.ASGD)
@@ -126,22 +126,46 @@ def read_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], pa
     return Settings(lr=float(group.get("lr", float("nan"))), weight_decay=decay, flags=ACTIVE)
 
 
-def read_many(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Tensor, Mapping[str, Any]]]
-) -> list[Settings]:
-    """The settings of several parameters, each with its group: those of plain SGD are read once for a group."""
-    kind: Any = type(optimizer)
-    if _reader(kind, kind.step) is not _sgd:
-        return [read_settings(optimizer, group, parameter) for parameter, group in parameters]
-    read: dict[tuple[int, bool], Settings] = {}
-    states, found = optimizer.state, []
-    for parameter, group in parameters:
-        state = states.get(parameter, _NOTHING)
-        alike = id(group), state.get("momentum_buffer") is None
-        if alike not in read:
-            read[alike] = _sgd(group, state)
-        found.append(read[alike])
-    return found
+class SettingsReader:
+    """Reads the settings of one optimiser's steps; those of plain SGD are made anew only where something changed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states: Mapping[Tensor, Mapping[str, Any]] = {}
+        self._each: list[Mapping[str, Any]] = []
+        self._of: dict[int, Mapping[str, Any]] = {}
+        self._made: dict[tuple[int, bool], tuple[tuple[Any, ...], Settings]] = {}
+
+    def read(self, parameters: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> list[Settings]:
+        """The settings of the step about to be made on these parameters, each with its group."""
+        kind: Any = type(self._optimizer)
+        if _reader(kind, kind.step) is not _sgd:
+            return [read_settings(self._optimizer, group, parameter) for parameter, group in parameters]
+        states = self._optimizer.state
+        same = states is self._states and len(states) == len(self._each)
+        if not same or not all(map(is_, states.values(), self._each)):
+            # By their number: to look a tensor up in a dictionary takes a call of the interpreter.
+            self._states, self._each = states, [*states.values()]
+            self._of = {id(parameter): state for parameter, state in states.items()}
+        found: list[Settings] = []
+        before, before_first = None, False
+        for parameter, group in parameters:
+            first = self._of.get(id(parameter), _NOTHING).get("momentum_buffer") is None
+            if group is not before or first is not before_first:
+                before, before_first = group, first
+                settings = self._settings(group, first)
+            found.append(settings)
+        return found
+
+    def _settings(self, group: Mapping[str, Any], first: bool) -> Settings:
+        values = _sgd_values(group)
+        made = self._made.get((id(group), first))
+        if made is not None and made[0] == values:
+            return made[1]
+        settings = _sgd_settings(values, first)
+        if not any(isinstance(value, Tensor) for value in values):  # which may change and stay the same object
+            self._made[id(group), first] = values, settings
+        return settings
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:
@@ -149,8 +173,6 @@ def is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
     torch wraps the step of every class with the hooks, so a subclass that calls its parent's step runs them twice.
     """
-    if is_linear(optimizer):
-        return False
     frame, wrappers = sys._getframe(1), 0
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:

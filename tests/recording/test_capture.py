@@ -78,7 +78,7 @@ def test_pending_rows_of_autograd_grad_are_let_go(tmp_path: Path) -> None:
         for _ in range(3):
             x = batch(1)[1].requires_grad_()
             torch.autograd.grad(model(x).sum(), x)
-        assert recorder._capture._open == {}
+        assert recorder._capture.open == {}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -82,7 +82,7 @@ class Capture:
         self._parameters = [target.parameter for target in targets.parameters]
         self._order = 0
         self.backwards = 0
-        self._open: dict[int, Backward] = {}
+        self.open: dict[int, Backward] = {}  # the backward passes that are going on
         self._ended_since: list[Backward] = []
         self._routine: Taking | None = None
         self._accumulated: list[Tensor] = []
@@ -107,7 +107,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._open.clear()
+        self.open.clear()
         self._ended_since.clear()
         self._accumulated.clear()
 
@@ -144,7 +144,7 @@ class Capture:
     def _saw_gradient(self, forward: Forward, gradient: Tensor | None) -> None:
         # No shield around what cannot fail; no user code runs before the backward pass has ended.
         task = current_task()
-        backward = self._open.get(task) or self.shield(self._begun, task)
+        backward = self.open.get(task) or self.shield(self._begun, task)
         if backward is None or gradient is None:  # recording has stopped, or nothing flows back to this layer
             return
         backward.waiting.append((forward, gradient))
@@ -153,23 +153,23 @@ class Capture:
             self.shield(run_plain, self._take_in, backward)
 
     def _begun(self, task: int) -> Backward:
-        if not self._open:
+        if not self.open:
             self._accumulated.clear()  # by a pass through none of our layers
-        backward = self._open[task] = Backward([*map(is_, map(_gradient, self._parameters), _NONE)])
+        backward = self.open[task] = Backward([*map(is_, map(_gradient, self._parameters), _NONE)])
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
         return backward
 
     def _ended(self, task: int) -> None:
         """A backward pass is over: what arrived in it became events where a gradient accumulated."""
         try:
-            backward = self._open.get(task)
+            backward = self.open.get(task)
             if backward is None:
                 return
             if not self._taken_as_before(backward):
                 run_plain(self._take_in, backward)
-            del self._open[task]
+            del self.open[task]
             backward.accumulated = self._accumulated[:]
-            if self._open:  # a backward pass within another leaves the other's gradients to it
+            if self.open:  # a backward pass within another leaves the other's gradients to it
                 self._catch_up()
                 self._accumulated[:] = self._settle_all(backward)
                 return
@@ -285,14 +285,9 @@ class Capture:
         self._told_of(backward)
         return [p for p in backward.accumulated if not self._settle(self._by_parameter[id(p)], backward)]
 
-    @property
-    def within_backward(self) -> bool:
-        """Whether a backward pass through a recorded layer is going on."""
-        return bool(self._open)
-
     def settle(self, target: Target) -> None:
         """An optimiser is about to step this parameter within a backward pass: its gradient is there already."""
-        backward = self._open.get(current_task())
+        backward = self.open.get(current_task())
         if backward is not None:
             self._catch_up()
             self._take_in(backward)
@@ -325,7 +320,7 @@ class Capture:
     def leave_arena(self) -> None:
         """Copy what is still waiting for its step: the arena is about to be used for other rows."""
         waiting = [row for target in self._targets.parameters for one in target.passes for row in one.rows]
-        for backward in self._open.values():
+        for backward in self.open.values():
             self._told_of(backward)
             waiting += backward.arrived
         for row in dict.fromkeys(waiting):
@@ -334,7 +329,7 @@ class Capture:
     def forget_unfinished(self) -> None:
         """Drop what arrived in backward passes that never ended (an exception inside them)."""
         if current_task() == -1:
-            self._open.clear()
+            self.open.clear()
             self._accumulated.clear()
 
 

@@ -51,7 +51,8 @@ class Batch:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._capture.batch = None
-        self._capture.forget_unfinished()
+        if self._capture.open:
+            self._capture.forget_unfinished()
         inputs, self.inputs = self.inputs, []
         if not inputs or kind is not None:
             return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dualform.optimizers import Settings
 from dualform.recording.backward import Backward
 from dualform.recording.probe import Fit
+from dualform.recording.routine import Sketching
 from dualform.recording.targets import Pass, Sketch, Target
 
 
@@ -25,7 +26,24 @@ class Reading(NamedTuple):
     half: bool = False
 
 
-@dataclass
+class Seen(NamedTuple):
+    """What the steps of one optimiser treat, as long as nothing of it changes.
+
+    `pairs` are its recorded parameters with their settings where they have a gradient, `routine` sketches these.
+    """
+
+    owned: Sequence[tuple[Target, Mapping[str, Any]]]
+    settings: Sequence[Settings]
+    pairs: Sequence[tuple[Target, Settings | None]]
+    routine: Sketching | None
+
+    @property
+    def moving(self) -> list[Target]:
+        """The parameters that have a gradient."""
+        return [target for target, settings in self.pairs if settings is not None]
+
+
+@dataclass(slots=True)
 class Step:
     """One step of one optimiser, until it is judged.
 

@@ -135,7 +135,7 @@ class Recorder:
     def _install_hooks(self) -> None:
         self._capture.install()
         for index, optimizer in enumerate(self._optimizers):
-            before, after = (partial(self._shield, run_plain, f, index) for f in (self._before_step, self._after_step))
+            before, after = (partial(self._shield, f, index) for f in (self._before_step, self._after_step))
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -250,7 +250,7 @@ class Recorder:
     def _before_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if is_nested(optimizer):
+        if not self._stepping.linear[index] and is_nested(optimizer):
             return None
         self._between_steps = False
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
@@ -261,7 +261,7 @@ class Recorder:
         def probed() -> Any:
             # The gradients that the step uses exist only after the closure has run.
             loss = closure()
-            self._guard(self._stepping.prepare, index)
+            self._shield(self._stepping.prepare, index)
             return loss
 
         if len(args) < 2:
@@ -270,16 +270,16 @@ class Recorder:
 
     def _after_step(self, index: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert self._writer is not None
-        if is_nested(optimizer):
+        if not self._stepping.linear[index] and is_nested(optimizer):
             return
-        self._capture.forget_unfinished()
-        others = {name: place.current().clone() for name, place in self._targets.every_step.items()}
-        self._stepping.finish(index, others)
+        if self._capture.open:
+            self._capture.forget_unfinished()
+        self._stepping.finish(index, self._targets.others())
         if not self._estimated:
             self._estimate()
         self._between_steps = True
         if self._writer.due(self._stepping.steps):
-            self._commit(False)
+            run_plain(self._commit, False)
 
     def _emit(self, rows: StepRows) -> None:
         assert self._writer is not None

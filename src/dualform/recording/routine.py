@@ -10,7 +10,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,8 +95,7 @@ def _unused_count() -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class Sketched:
+class Sketched(NamedTuple):
     """What a routine made of the gradients of one step."""
 
     routine: Sketching
@@ -260,10 +258,6 @@ class Taking:
         return found
 
 
-copied: Callable[[tuple[Any, ...]], Copied] = partial(tuple.__new__, Copied)
-"""The same as Copied(…) of what is in a tuple, without the interpreter's help."""
-
-
 class Sketching:
     """Multiplies the gradients of the same parameters with the probe's columns."""
 
@@ -283,12 +277,22 @@ class Sketching:
         self.at: list[int] = np.cumsum([0, *sizes]).tolist()
         self.ring = Ring(self.at[-1])
 
-    def sketch(self, gradients: Sequence[Tensor]) -> Sketched:
-        """The sketches of all gradients, one after the other."""
+    def sketch(self, gradients: Sequence[Tensor]) -> Sketched | None:
+        """The sketches of all gradients, one after the other; None where the loops cannot read one of them."""
         row, start = self.ring.next()
         numbers, at = self._jobs.numbers, HEAD
-        for gradient, result in zip(gradients, self.at, strict=False):
-            numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
-            at += FIELDS
+        try:
+            for gradient, result in zip(gradients, self.at, strict=False):
+                if gradient.dtype is not torch.float32 or not gradient.is_cpu or not gradient.is_contiguous():
+                    return None
+                numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
+                at += FIELDS
+        except RuntimeError:  # a gradient that does not lie in memory as it is
+            return None
         self._swift.run(self._jobs)
-        return Sketched(self, self.ring.results, row)
+        return sketched((self, self.ring.results, row))
+
+
+# The same as Copied(…) and Sketched(…) of what is in a tuple, without the interpreter's help.
+copied: Callable[[tuple[Any, ...]], Copied] = partial(tuple.__new__, Copied)
+sketched: Callable[[tuple[Any, ...]], Sketched] = partial(tuple.__new__, Sketched)

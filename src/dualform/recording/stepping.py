@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,21 @@ from torch import Tensor
 from dualform.memory import Call, Finding, StepRows
 from dualform.memory.files import bytes_hash
 from dualform.memory.slab import Slab
-from dualform.optimizers import HALF, UNEXPLAINED, Settings, is_linear, read_many
+from dualform.optimizers import HALF, UNEXPLAINED, SettingsReader, is_linear
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
-from dualform.recording.jobs import readable
+from dualform.recording.plain import run_plain
 from dualform.recording.probe import Evidence, Fit, fit_all
-from dualform.recording.reading import Reading, Step
+from dualform.recording.reading import Reading, Seen, Step
 from dualform.recording.routine import AT_A_TIME, Sketching
 from dualform.recording.stretch import Stretch
 from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 CALM = 32  # everyday steps after which the next ones are judged some at a time
+
+Group = tuple[Mapping[str, Any], list[Tensor]]
+"""A parameter group, and the parameters it had when it was looked at."""
 
 
 class Stepping:
@@ -50,7 +54,10 @@ class Stepping:
         self._targets, self._optimizers = targets, optimizers
         self._tell, self._capture = tell, capture
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
-        self._groups: dict[int, tuple[list[list[int]], list[tuple[Target, Mapping[str, Any]]]]] = {}
+        self.linear = [is_linear(optimizer) for optimizer in optimizers]
+        self._readers = [SettingsReader(optimizer) for optimizer in optimizers]
+        self._groups: dict[int, tuple[list[Group], list[tuple[Target, Mapping[str, Any]]]]] = {}
+        self._seen: dict[int, Seen] = {}
         self._owner: dict[Target, int] = {}
         self._draft: Step | None = None
         self._pending: list[Step] = []
@@ -102,32 +109,28 @@ class Stepping:
             self._owned(index)
 
     def _owned(self, index: int) -> list[tuple[Target, Mapping[str, Any]]]:
-        """The recorded parameters of an optimiser, with their groups."""
+        """The recorded parameters of an optimiser, with their groups; another list only where these have changed."""
         groups = self._optimizers[index].param_groups
-        now = [[id(group), *map(id, group["params"])] for group in groups]
         before, owned = self._groups.get(index, ([], []))
-        if now != before:
-            owned = [
-                (self._by_parameter[id(parameter)], group)
-                for group in groups
-                for parameter in group["params"]
-                if id(parameter) in self._by_parameter
-            ]
-            self._groups[index] = now, owned
-            for target, _ in owned:
-                self._owner.setdefault(target, index)
+        if len(groups) == len(before) and all(map(_is_same_group, groups, before)):
+            return owned
+        owned = [
+            (self._by_parameter[id(parameter)], group)
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) in self._by_parameter
+        ]
+        self._groups[index] = [(group, [*group["params"]]) for group in groups], owned
+        for target, _ in owned:
+            self._owner.setdefault(target, index)
         return owned
 
     def prepare(self, index: int) -> None:
         """Sketch every gradient and read every setting, just before the step uses them."""
-        optimizer = self._optimizers[index]
-        found_inf = getattr(optimizer, "found_inf", None)
-        skipped = found_inf is not None and bool(found_inf)  # a fused optimiser with a loss scaler: it does nothing
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        unscale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-        linear = is_linear(optimizer)
-        within = self._capture.within_backward  # an optimiser that steps as soon as a gradient is there
-        owned, watches = self._owned(index), self._watches
+        optimizer, owned, watches = self._optimizers[index], self._owned(index), self._watches
+        skipped, unscale = _scaling(vars(optimizer))
+        linear = self.linear[index]
+        within = bool(self._capture.open)  # an optimiser that steps as soon as a gradient is there
         moving: list[tuple[Tensor, Mapping[str, Any]]] = []
         gradients: list[Tensor] = []
         idle: set[Target] = set()
@@ -135,39 +138,43 @@ class Stepping:
             parameter = target.parameter
             if linear and parameter._version != watches[target].version:
                 self.flush()
-                self._check(target, self.steps + 1)
+                run_plain(self._check, target, self.steps + 1)
             gradient = parameter.grad
             if within and gradient is not None:
-                self._capture.settle(target)
+                run_plain(self._capture.settle, target)
             if gradient is None or skipped:
                 idle.add(target)
             else:
                 moving.append((parameter, group))
                 gradients.append(gradient)
-        settings = iter(read_many(optimizer, moving))
-        seen = [(target, None if target in idle else next(settings)) for target, _ in owned]
+        settings = self._readers[index].read(moving)
+        seen = self._seen.get(index)
+        if idle or seen is None or seen.routine is None or seen.owned is not owned or seen.settings != settings:
+            each = iter(settings)
+            pairs = [(target, None if target in idle else next(each)) for target, _ in owned]
+            moved = [target for target, _ in owned if target not in idle]
+            seen = self._seen[index] = Seen(owned, settings, pairs, self._routine(moved))
         unmade = [] if self._draft is None else self._draft.backwards  # of a step that failed
         backwards = [*unmade, *self._capture.ended_since()]
-        step = self._draft = Step(index, seen, self._sketched(seen, gradients), backwards, unscale)
+        sketches: Callable[[], list[Sketch]] | None = None if seen.routine is None else seen.routine.sketch(gradients)
+        if sketches is None:
+            sketches = run_plain(_sketched_by_torch, seen.moving, gradients)
+        step = self._draft = Step(index, seen.pairs, sketches, backwards, unscale)
         if self._calm < CALM or within:
             self.flush()
-            self._read(step)
-            step.fits = self._judge(step, late=False)
+            run_plain(self._read, step)
+            step.fits = run_plain(self._judge, step, False)
 
-    def _sketched(
-        self, seen: Sequence[tuple[Target, Settings | None]], gradients: Sequence[Tensor]
-    ) -> Callable[[], list[Sketch]]:
-        """Sketch the gradients; what returns the sketches when they are needed."""
-        if not gradients:
-            return list
-        targets = [target for target, settings in seen if settings is not None]
-        if self._targets.swift.loops is None or not readable(gradients):
-            sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
-            return lambda: sketches
+    def _routine(self, targets: Sequence[Target]) -> Sketching | None:
+        """What sketches the gradients of these parameters, once there are compiled loops."""
+        if self._targets.swift.loops is None or not targets:
+            return None
         of = tuple(map(id, targets))  # alternating optimisers, or weights that are frozen for a while, have one each
         if of not in self._routines:
+            if any(target.parameter.dtype is not torch.float32 for target in targets):
+                return None
             self._routines = {**dict(list(self._routines.items())[-3:]), of: Sketching(targets, self._targets.swift)}
-        return self._routines[of].sketch(gradients)
+        return self._routines[of]
 
     def _read(self, step: Step) -> None:
         """Make of a step what was left until now: the passes behind its gradients, and the sketches of these."""
@@ -235,6 +242,9 @@ class Stepping:
 
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
+        run_plain(self._flush)
+
+    def _flush(self) -> None:
         pending, self._pending = self._pending, []
         together = self._together(pending)
         if not together:
@@ -355,6 +365,23 @@ class Stepping:
         else:
             self._findings[key] = Finding(target.name, kind, since, step, reason)
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
+
+
+def _is_same_group(group: Mapping[str, Any], before: Group) -> bool:
+    now, (known, parameters) = group["params"], before
+    return group is known and len(now) == len(parameters) and all(map(is_, now, parameters))
+
+
+def _scaling(optimizer: Mapping[str, Any]) -> tuple[bool, float]:
+    """Whether a fused optimiser with a loss scaler does nothing in this step, and what it multiplies gradients with."""
+    found_inf, grad_scale = optimizer.get("found_inf"), optimizer.get("grad_scale")
+    skipped = found_inf is not None and bool(found_inf)
+    return skipped, 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+
+
+def _sketched_by_torch(targets: Sequence[Target], gradients: Sequence[Tensor]) -> Callable[[], list[Sketch]]:
+    sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
+    return lambda: sketches
 
 
 def _weight(target: Target) -> Vector:

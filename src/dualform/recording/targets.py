@@ -260,6 +260,10 @@ class Targets:
     notes: list[str]
     swift: Swift
 
+    def others(self) -> dict[str, Tensor]:
+        """What is unrecorded and small enough to be stored at every step, as it is now."""
+        return {name: place.current().clone() for name, place in self.every_step.items()} if self.every_step else {}
+
 
 def find_targets(model: nn.Module, layers: Layers, seed: int) -> Targets:
     """The linear maps of the model that `layers` chooses (all by default), by weight."""
