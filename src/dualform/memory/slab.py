@@ -16,22 +16,29 @@ SLAB = 4 << 20
 LINE = 64  # bytes of a line of the caches, where an array begins
 
 
+Room = tuple[np.ndarray, int, int]
+"""Memory, at which byte of it room begins, and the address of that."""
+
+
 class Slab:
     """Cuts arrays one after the other from large pieces of memory; a piece is given back when its last array is."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
-        self._used = 0
+        self._address = self._used = self._size = 0
+
+    def room(self, size: int) -> Room:
+        """So many bytes of any content: for those who make an array of them later, if ever."""
+        if self._used + size > self._size:
+            self._memory, self._used = pages(max(SLAB, size)), 0
+            self._address, self._size = self._memory.ctypes.data, len(self._memory)
+        start, self._used = self._used, self._used + -(-size // LINE) * LINE
+        return self._memory, start, self._address + start
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array of any content."""
         kind = np.dtype(dtype)
-        size = math.prod(shape) * kind.itemsize
-        if self._used + size > len(self._memory):
-            self._memory, self._used = pages(max(SLAB, size)), 0
-        start, self._used = self._used, self._used + -(-size // LINE) * LINE
-        part: np.ndarray = self._memory[start : start + size].view(kind).reshape(shape)
-        return part
+        return array_in(self.room(math.prod(shape) * kind.itemsize), shape, kind)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array of zeros."""
@@ -40,6 +47,14 @@ class Slab:
         return array
 
 
+def array_in(room: Room, shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
+    """What lies there, as an array."""
+    memory, start, _ = room
+    part: np.ndarray = memory[start : start + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
+    return part
+
+
 def pages(size: int) -> np.ndarray:
-    """Memory straight from the system; a forked child has its own."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    """Memory straight from the system, in place already where that can be asked for; a forked child has its own."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=flags), dtype=np.uint8)

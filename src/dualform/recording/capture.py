@@ -189,7 +189,7 @@ class Capture:
         if copied is None:
             return False
         _, batch = copied.orders[-1]
-        if batch is not None and ((batch.dim, batch.ids.shape) == routine.fitting or routine.fits(batch)):
+        if batch is not None and ((batch.dim, batch.shape) == routine.fitting or routine.fits(batch)):
             batch.inputs.clear()
         backward.waiting.clear()
         backward.bytes = 0
@@ -257,7 +257,7 @@ class Capture:
         if call.batch is not None:
             self._tell(
                 f"ids {call.use.map}",
-                f"{call.use.map}: ids of shape {list(call.batch.ids.shape)} fit no dimension of its input "
+                f"{call.use.map}: ids of shape {list(call.batch.shape)} fit no dimension of its input "
                 f"{list(leading)}; its events get example {NO_EXAMPLE}",
             )
         else:

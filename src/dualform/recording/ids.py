@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dualform.errors import BadCall, BadIds
-from dualform.memory.slab import Slab
+from dualform.memory.slab import Room, Slab, array_in
 
 if TYPE_CHECKING:
     from dualform.recording.calls import Forward
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 NO_EXAMPLE = -1
 
+Ids = tuple[Room, tuple[int, ...]]
+"""Where a copy of ids lies, and their shape."""
 Numbers = tuple[Int64[np.ndarray, " events"], Int64[np.ndarray, " events"]]
 """The example and the position of every event."""
 
@@ -30,13 +33,19 @@ class Batch:
     A generator as a context manager would cost more at every step.
     """
 
-    __slots__ = ("_capture", "_fits", "dim", "ids", "inputs")
+    __slots__ = ("_capture", "_fits", "_room", "dim", "inputs", "shape")
 
-    def __init__(self, capture: Capture, ids: Int64[np.ndarray, "..."], dim: int) -> None:
-        self.ids, self.dim = ids, dim
+    def __init__(self, capture: Capture, ids: Ids, dim: int) -> None:
+        self._room, self.shape = ids
+        self.dim = dim
         self.inputs: list[Forward] = []  # of which it is not known yet whether ids fit any of them
         self._capture = capture
         self._fits: dict[tuple[int, ...], Numbers | None] = {}
+
+    @property
+    def ids(self) -> Int64[np.ndarray, "..."]:
+        """The ids."""
+        return array_in(self._room, self.shape, np.dtype(np.int64))
 
     def fit(self, leading: tuple[int, ...]) -> Numbers | None:
         """The example and the position of every event of an input with these leading dimensions, if the ids fit."""
@@ -59,24 +68,31 @@ class Batch:
         shapes = [use.kind.leading(stored.shape) for _, use, stored, *_ in inputs]
         if not any(self.fit(leading) for leading in shapes):
             raise BadIds(
-                f"ids of shape {list(self.ids.shape)} fit no recorded layer: inputs have leading dimensions "
+                f"ids of shape {list(self.shape)} fit no recorded layer: inputs have leading dimensions "
                 f"{list(shapes[-1])}. Pass one id per row, one per example along dimension {self.dim}, "
                 "or name the batch dimension with recorder.batch(ids, dim=…)."
             )
 
 
-def read_ids(ids: Any, examples: int | None, slab: Slab) -> Int64[np.ndarray, "..."]:
-    """Ids as the user gives them, checked: whole numbers from 0 to the end of the examples table."""
+def read_ids(ids: Any, examples: int | None, slab: Slab, loops: ModuleType | None) -> Ids:
+    """A copy of ids as the user gives them, checked: whole numbers from 0 to the end of the examples table."""
+    # Numpy's code has left the cache between two steps, and takes a tenth of a millisecond for this.
+    if loops is not None and type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous():
+        count = ids.numel()
+        room = slab.room(8 * count)
+        if loops.copy_ids(ids.data_ptr(), room[2], count) < (1 << 63 if examples is None else examples):
+            return room, ids.shape
     try:
         tensor = ids if isinstance(ids, Tensor) else torch.as_tensor(np.asarray(ids))
     except (TypeError, ValueError, RuntimeError):
         raise BadIds(f"ids must be whole numbers, one for each example of the batch, not {ids!r}.") from None
+    kind, shape = tensor.dtype, tuple(tensor.shape)
+    room = slab.room(8 * tensor.numel())
     if tensor.numel() == 0:
-        return np.zeros(tensor.shape, dtype=np.int64)
-    kind = tensor.dtype
+        return room, shape
     if kind is not torch.int64 and (kind.is_floating_point or kind.is_complex or kind is torch.bool):
         raise BadIds(f"ids must be whole numbers (int64); these are {kind}. Convert them with .long().")
-    numbers = slab.empty(tensor.shape, np.int64)
+    numbers = array_in(room, shape, np.dtype(np.int64))
     np.copyto(numbers, tensor.numpy() if tensor.is_cpu else tensor.detach().cpu().numpy())
     high = int(np.maximum.reduce(numbers.view(np.uint64), axis=None))  # a negative number is a large one here
     if high >= 1 << 63:
@@ -86,7 +102,7 @@ def read_ids(ids: Any, examples: int | None, slab: Slab) -> Int64[np.ndarray, ".
             f"example id {high} is outside the examples table, which has {examples:,} entries "
             f"(ids 0 to {examples - 1:,}). Give every column an entry for every id."
         )
-    return numbers
+    return room, shape
 
 
 @functools.lru_cache(maxsize=8)

@@ -40,6 +40,7 @@ def _pointer_to(kind, element) -> Any:
     return pointer
 
 
+_longs = _pointer_to(types.int64, _LONG)
 _floats = _pointer_to(types.float32, ir.FloatType())
 _doubles = _pointer_to(types.float64, ir.DoubleType())
 
@@ -265,6 +266,18 @@ def follow(rows: int, stride: int, factors: Array, moved: Array, sizes: Array) -
         sizes[row] = size
 
 
+@numba.cfunc("u8(i8, i8, i8)", cache=True, nopython=True)
+@no_type_check
+def _copy_ids(source, target, count) -> int:
+    """Copy whole numbers; the largest of them, where a negative one is larger than all others."""
+    numbers, place = carray(_longs(source), count), carray(_longs(target), count)
+    high = np.uint64(0)
+    for at in range(count):
+        place[at] = numbers[at]
+        high = max(high, np.uint64(numbers[at]))
+    return high
+
+
 @numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
 @no_type_check
 def _work(start) -> None:
@@ -293,6 +306,8 @@ def _work(start) -> None:
             _project(job, turn)
 
 
+copy_ids = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(_copy_ids.address)
+"""Takes the addresses of ids and of a copy, and how many they are."""
 address: int = _work.address
 """Where the loop is, for torch's threads."""
 alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualform.optimizers import Settings
 from dualform.recording.backward import Backward
 from dualform.recording.probe import Fit
-from dualform.recording.routine import Sketching
+from dualform.recording.routine import Sketched, Sketching
 from dualform.recording.targets import Pass, Sketch, Target
 
 
@@ -54,7 +54,7 @@ class Step:
 
     optimizer: int
     seen: Sequence[tuple[Target, Settings | None]]
-    sketches: Callable[[], list[Sketch]]
+    sketches: Sketched | Callable[[], list[Sketch]]
     backwards: Sequence[Backward] = ()
     unscale: float = 1.0
     number: int = 0

@@ -150,7 +150,7 @@ class Recorder:
             raise BadCall("this recorder was not started: use `with dualform.record(…) as recorder:`, or start().")
         if not isinstance(dim, int) or dim < 0:
             raise BadCall(f"dim must be the number of the batch dimension, 0 or larger, not {dim!r}.")
-        return Batch(self._capture, read_ids(ids, self._examples, self._slab), dim)
+        return Batch(self._capture, read_ids(ids, self._examples, self._slab, self._targets.swift.loops), dim)
 
     def commit(self) -> None:
         """Make every finished step durable now; call it before saving a checkpoint."""

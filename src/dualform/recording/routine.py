@@ -48,7 +48,7 @@ Rows = tuple[Tensor, Tensor]
 """The keys and the gradients of one call, a row an event."""
 Waiting = Sequence[tuple[Forward, Tensor]]
 """Calls and their gradients as they came."""
-AT_A_TIME = 32  # steps that are looked at together
+AT_A_TIME = 64  # steps that are looked at together
 RING = 8 << 20  # bytes that their results may take
 
 
@@ -217,7 +217,7 @@ class Taking:
         use, shape, _ = self.inputs[-1]
         if batch.fit(use.kind.leading(shape)) is None:
             return False
-        self.fitting = batch.dim, batch.ids.shape
+        self.fitting = batch.dim, batch.shape
         return True
 
     def _run(self, waiting: Waiting, orders: list[tuple[int, Batch | None]], arena: Arena) -> Copied | None:

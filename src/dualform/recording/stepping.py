@@ -156,7 +156,7 @@ class Stepping:
             seen = self._seen[index] = Seen(owned, settings, pairs, self._routine(moved))
         unmade = [] if self._draft is None else self._draft.backwards  # of a step that failed
         backwards = [*unmade, *self._capture.ended_since()]
-        sketches: Callable[[], list[Sketch]] | None = None if seen.routine is None else seen.routine.sketch(gradients)
+        sketches = None if seen.routine is None else seen.routine.sketch(gradients)
         if sketches is None:
             sketches = run_plain(_sketched_by_torch, seen.moving, gradients)
         step = self._draft = Step(index, seen.pairs, sketches, backwards, unscale)
@@ -232,9 +232,9 @@ class Stepping:
         if step.fits is not None or len(self._pending) >= AT_A_TIME:
             self.flush()
 
-    def catch_up(self) -> None:
-        """Work out all that was left until later."""
-        self.flush()
+    def catch_up(self, check: bool = True) -> None:
+        """Work out all that was left until later; without `check` the weights are compared by whoever asks."""
+        run_plain(self._flush, check)
         if self._draft is not None:  # a step that is being made, or failed
             self._capture.settle_all(self._draft.backwards)
             self._draft.backwards = ()
@@ -242,9 +242,9 @@ class Stepping:
 
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
-        run_plain(self._flush)
+        run_plain(self._flush, True)
 
-    def _flush(self) -> None:
+    def _flush(self, check: bool) -> None:
         pending, self._pending = self._pending, []
         together = self._together(pending)
         if not together:
@@ -265,7 +265,7 @@ class Stepping:
             if not watch.followed:
                 watch.resume(None)
                 watch.checked = self.steps
-            elif self.steps - watch.checked >= CHECK_EVERY:
+            elif check and self.steps - watch.checked >= CHECK_EVERY:
                 self._check(target, self.steps)
         if self._scales:
             waiting = {one.backward for target in self._targets.parameters for one in target.passes}
@@ -327,7 +327,7 @@ class Stepping:
 
     def check_all(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Compare every weight with its prediction; the sketches of weights and velocities as they are now."""
-        self.catch_up()
+        self.catch_up(check=False)
         sketches = {target: target.sketch(target.parameter) for target in self._targets.parameters}
         for target, sketch in sketches.items():
             self._check(target, self.steps, sketch)
