@@ -61,21 +61,16 @@ class Dict:
     def enter(self, call: Enter) -> tuple[list[bool], list[int]]:
         shared = all(part.dtype == torch.float32 for part in call.keys)
         hopeless = self.tries >= module.TRIES and not self.matches
-        found: dict[tuple[int, int, bytes], int] = {}
-        before = dict(self.last)
         new, numbers = [], []
         for key, example, position in _rows(call):
             slot = (example, position)
             if shared and not hopeless and example >= 0:
-                self.tries += slot in before
-                if before.get(slot, (b"",))[0] == key:
+                self.tries += slot in self.last
+                if self.last.get(slot, (b"",))[0] == key:
                     self.matches += 1
-                    found[*slot, key] = before[slot][1]
-                if (*slot, key) in found:
                     new.append(False)
-                    numbers.append(found[*slot, key])
+                    numbers.append(self.last[slot][1])
                     continue
-                found[*slot, key] = self.stored
                 self.last[slot] = (key, self.stored)
             new.append(True)
             numbers.append(self.stored)

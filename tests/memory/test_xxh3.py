@@ -118,7 +118,7 @@ def test_the_hash_of_a_row_is_that_of_the_package(width: int) -> None:
     rows = np.random.default_rng(width).integers(0, 256, (20, width), dtype=np.uint8)
     rows[0], rows[1] = 0, 255
     result = np.empty((20, 2), dtype=np.uint64)
-    xxh3.hash_rows(rows.ctypes.data, width, result)
+    xxh3.hash_rows(rows.ctypes.data, width, len(rows), result.ctypes.data)
     assert [f"{high:016x}{low:016x}" for high, low in result.tolist()] == list(map(xxhash.xxh3_128_hexdigest, rows))
 
 

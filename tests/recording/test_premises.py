@@ -46,10 +46,10 @@ def test_a_weight_edited_through_data_is_told_within_a_stretch(tmp_path: Path) -
         if step == 40:
             model[0].weight.data[0, 0] += 0.1
 
-    _, memory = run(tmp_path / "run", steps=70, after_step=edit)
+    _, memory = run(tmp_path / "run", steps=110, after_step=edit)
     finding = memory.manifest.findings[0]
-    assert (finding.since, finding.step) == (32, 64)
-    assert "between step 32 and step 64" in only_finding(memory, "0.weight")
+    assert (finding.since, finding.step) == (32, 96)
+    assert "between step 32 and step 96" in only_finding(memory, "0.weight")
 
 
 def test_a_weight_edited_after_the_last_step_is_told(tmp_path: Path) -> None:

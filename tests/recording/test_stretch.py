@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.memory import writer
-from dualform.recording import stepping, stretch, swift
+from dualform.recording import routine, stepping, stretch, swift
 from dualform.recording.recorder import Recorder
 from dualform.recording.routine import Ring
 from small import batch, network
@@ -231,6 +231,13 @@ def stored(memory: dualform.Memory, name: str) -> Tensor:
 def joined(memory: dualform.Memory, weight: int, name: str) -> Tensor | None:
     parts = [getattr(block, name) for block in memory.blocks(weight, memory.steps)]
     return None if parts[0] is None else torch.cat(parts)
+
+
+@pytest.fixture(autouse=True)
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the loops below, with their odd steps, have several."""
+    for module in (stepping, routine):
+        monkeypatch.setattr(module, "AT_A_TIME", 32)
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from dualform.memory.arena import Arena, Shape, held
+from dualform.memory.ledger import SHORTEST
 from dualform.recording import swift
 from dualform.recording.routine import Taking
 from dualform.recording.targets import find_targets
@@ -56,15 +58,20 @@ def test_what_torchs_threads_take_is_the_plain_product(rows: int, width: int, ou
     (use,) = find_targets(layer, None, seed=0).uses
     keys = torch.randn(rows, width, generator=generator)
     gradients = torch.randn(rows, outputs, generator=generator)
-    wide = zip(use.streams, (width, outputs), strict=True)
-    shapes = {name: Shape(2 * rows, columns, torch.float32) for name, columns in wide}
+    wide = zip(use.streams, (width, outputs, 2), (torch.float32, torch.float32, torch.int64), strict=True)
+    shapes = {name: Shape(2 * rows, columns, dtype) for name, columns, dtype in wide}
     waiting = [((0, use, keys, keys._version, None), gradients)]
     routine, arena = Taking(waiting, [(keys, gradients)], True, loops), Arena(shapes, pinned=False)
     for _ in range(2):
         found = routine.take(waiting, arena)
         assert found is not None and not found.needed
-        (held_keys, held_gradients), results, row = held(found.room), found.results, found.row
+        ((held_keys, held_gradients, hashes),) = routine.each(held(found.room))
+        assert held_gradients is not None and (hashes is not None) == (4 * width >= SHORTEST)
         assert held_keys.rows.equal(keys) and held_gradients.rows.equal(gradients)
+        if hashes is not None:
+            each = [f"{high:016x}{low:016x}" for high, low in hashes.rows.numpy().view(np.uint64).tolist()]
+            assert each == [xxhash.xxh3_128_hexdigest(key.numpy().data) for key in keys]
+        results, row = found.results, found.row
         columns = use.weight.columns(torch.float32, keys.device).double()
         heads = torch.cat([keys.double() @ columns.T, torch.ones(rows, 1)], dim=1)
         plain, size = heads.T @ gradients.double(), heads.T.abs() @ gradients.double().abs()

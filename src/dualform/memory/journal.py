@@ -24,7 +24,8 @@ class Call:
 
     `fixed` says that the keys depend on no trained parameter, so that they may come again. `nonfinite` counts the
     events with a NaN or an infinity. `gradients` is None where the keep level has none. With `steps` above 1 it stands
-    for as many such calls, with as many events each, in steps and backward passes that follow each other.
+    for as many such calls, with as many events each, in steps and backward passes that follow each other. `hashes` are
+    those of the keys (see ledger.py) where they were taken when the keys were copied.
     """
 
     use: int
@@ -36,6 +37,7 @@ class Call:
     fixed: bool = False
     nonfinite: int = 0
     steps: int = 1
+    hashes: Int64[Tensor, "events 2"] | None = None
 
     def counts(self, step: int) -> list[tuple[int, int, int, int]]:
         """Step, backward, use and events of every call, the first of which belongs to `step`."""

@@ -1,7 +1,8 @@
 """The ledger: which keys of a weight are stored already, so that a repeated key is stored once.
 
 The input layer sees the same key for the same example in every epoch. Keys that depend on no trained parameter are
-compared with the last one stored for their example and position, by a 128-bit hash of their bytes.
+compared, one after the other, with the last one stored for their example and position, by a 128-bit hash of their
+bytes. How many of them are entered at once makes no difference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from dualform.fast import load
+from dualform.memory.entering import enter_rows
 from dualform.memory.files import tensor_bytes
 
 SLOTS = 1 << 22  # pairs of example and position that a ledger keeps: 100 MB
@@ -39,7 +41,7 @@ class Ledger:
         self._number = np.full(1, -1, dtype=np.int64)
         self._hash = np.zeros((1, 2), dtype=np.uint64)
         self._tries, self._matches = 0, 0
-        self._hashed = 0
+        self._seen = 0
         self._loops: ModuleType | None = None
         self._tried = False
 
@@ -54,43 +56,53 @@ class Ledger:
         return np.arange(self.stored - keys, self.stored)
 
     def enter(
-        self, keys: Sequence[Tensor], examples: Numbers, positions: Numbers
+        self,
+        keys: Sequence[Tensor],
+        examples: Numbers,
+        positions: Numbers,
+        hashes: Sequence[Int64[Tensor, "_ 2"] | None] = (),
     ) -> tuple[Bool[np.ndarray, "_"], Numbers]:
-        """Which of these keys are new, and the number under which each is stored."""
+        """Which of these keys are new, and the number under which each is stored; `hashes` are those known already."""
         self._recall()
         self._dtype = self._dtype or keys[0].dtype
         slots = self._slots(examples, positions)
-        if self.hopeless or any(part.dtype != self._dtype for part in keys) or not (slots >= 0).any():
+        if self.hopeless or any(part.dtype != self._dtype for part in keys) or slots.max(initial=-1) < 0:
             return np.ones(len(examples), dtype=bool), self.append(len(examples))
-        hashes = np.concatenate([self._hashes(part) for part in keys])
-        known = (slots >= 0) & (self._number[slots] >= 0)
-        before = self._hash[slots]
-        same = known & (before[:, 0] == hashes[:, 0]) & (before[:, 1] == hashes[:, 1])
-        first = _first_of_equals(hashes, slots, len(self._number))  # an example may come twice
-        new = ~same & (first == np.arange(len(slots)))
-        numbers = np.where(same, self._number[slots], self.stored + np.cumsum(new) - 1)[first]
-        self.stored += int(new.sum())
-        self._remember(slots[new], hashes[new], numbers[new])
-        self._tries += int(known.sum())
-        self._matches += int(same.sum())
-        return new, numbers
+        numbers, at = np.empty(len(slots), dtype=np.int64), 0
+        for part, known in zip(keys, hashes or [None] * len(keys), strict=True):
+            own, end = self._hashes(part, known), at + len(part)
+            loop = enter_rows if self._loops is None else self._loops.enter_rows
+            found = loop(slots[at:end], own, self._number, self._hash, self.stored, numbers[at:end])
+            self.stored, tries, matches = found
+            self._tries += tries
+            self._matches += matches
+            at = end
+        new = numbers >= 0
+        return new, np.where(new, numbers, -1 - numbers)
 
-    def _hashes(self, keys: Tensor) -> np.ndarray:
+    def _hashes(self, keys: Tensor, known: Int64[Tensor, "_ 2"] | None = None) -> np.ndarray:
         """128 bits of every key: XXH3 of its bytes, and zeros where they are few."""
+        if known is not None:
+            self._done(keys.nbytes)
+            return known.numpy().view(np.uint64)
         if not len(keys):
             return np.zeros((0, 2), dtype=np.uint64)
         rows = np.frombuffer(tensor_bytes(keys), dtype=np.uint8).reshape(len(keys), -1)
         if rows.shape[1] < SHORTEST:
             rows = np.pad(rows, ((0, 0), (0, SHORTEST - rows.shape[1])))
-        self._hashed += rows.nbytes
-        if not self._tried and self._hashed >= MANY:
-            self._tried, self._loops = True, load("dualform.memory.xxh3")
+        self._done(rows.nbytes)
         if self._loops is None:
             digests = b"".join(xxhash.xxh3_128_digest(row.data) for row in rows)
             return np.frombuffer(digests, dtype=">u8").astype(np.uint64).reshape(-1, 2)
         result = np.empty((len(keys), 2), dtype=np.uint64)
-        self._loops.hash_rows(rows.ctypes.data, rows.shape[1], result)
+        self._loops.hash_rows(rows.ctypes.data, rows.shape[1], len(rows), result.ctypes.data)
         return result
+
+    def _done(self, size: int) -> None:
+        """Note that so many bytes of keys were looked at."""
+        self._seen += size
+        if not self._tried and self._seen >= MANY:
+            self._tried, self._loops = True, load("dualform.memory.xxh3")
 
     def _recall(self) -> None:
         """Enter what a resumed run stored before it was interrupted."""
@@ -129,23 +141,6 @@ class Ledger:
         self._number = np.pad(number, ((0, 0), (0, extra)), constant_values=-1).reshape(-1)
         self._hash = np.pad(hashes, ((0, 0), (0, extra), (0, 0))).reshape(-1, 2)
         self._positions = positions
-
-
-def _first_of_equals(hashes: np.ndarray, slots: Numbers, most: int) -> Numbers:
-    """For each key the first one with the same slot and hash, of at most so many; itself where it has no slot."""
-    each = np.arange(len(slots))
-    last = np.empty(most, dtype=np.int64)  # only what is written is read
-    last[slots] = each
-    if ((last[slots] == each) | (slots < 0)).all():
-        return each
-    own = np.where(slots >= 0, slots, -1 - each)
-    order = np.lexsort((hashes[:, 1], hashes[:, 0], own))
-    columns = (own[order], hashes[order, 0], hashes[order, 1])
-    begins = np.ones(len(order), dtype=bool)
-    begins[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    first = np.empty(len(order), dtype=np.int64)
-    first[order] = order[begins][np.cumsum(begins) - 1]
-    return first
 
 
 def _grown(array: np.ndarray, size: int, fill: int) -> np.ndarray:

@@ -107,6 +107,8 @@ class Writer:
                 if tensors:
                     rows = int(sum(len(tensor) for tensor in tensors) * share) + 1
                     shapes[f"w{weight}/{part}"] = Shape(rows, tensors[0].shape[1], tensors[0].dtype)
+                    if part == "keys":
+                        shapes[f"w{weight}/hashes"] = Shape(rows, 2, torch.int64)
         if sum(shape.bytes for shape in shapes.values()) <= LARGEST_ARENA:
             self.staging.make(shapes)
 
@@ -187,7 +189,9 @@ class Writer:
         if not calls or not all(call.fixed for call in entries.calls):
             entries.numbers = ledger.append(len(entries.examples))
             return entries
-        new, entries.numbers = ledger.enter(entries.keys, entries.examples, entries.positions)
+        new, entries.numbers = ledger.enter(
+            entries.keys, entries.examples, entries.positions, [call.hashes for call in entries.calls]
+        )
         if not new.all():
             masks = np.split(new, np.cumsum([len(part) for part in entries.keys])[:-1])
             chosen = [_chosen(part, mask) for part, mask in zip(entries.keys, masks, strict=True)]

@@ -13,6 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
+from dualform.memory import entering
 from dualform.memory.blocksums import BLOCK
 from dualform.memory.files import CHUNK
 
@@ -223,14 +224,19 @@ def checksum_chunks(pieces: Array, result: Array) -> None:
                 block, chunk = 0, chunk + 1
 
 
-@numba.njit("void(i8, i8, u8[:, ::1])", cache=True, nogil=True, error_model="numpy")
+_ENTER = "Tuple((i8, i8, i8))(i8[::1], u8[:, ::1], i8[::1], u8[:, ::1], i8, i8[::1])"
+enter_rows = numba.njit(_ENTER, cache=True, nogil=True)(entering.enter_rows)
+
+
+@numba.njit("void(i8, i8, i8, i8)", cache=True, nogil=True, error_model="numpy")
 @no_type_check
-def hash_rows(rows: int, width: int, result: Array) -> None:
+def hash_rows(rows: int, width: int, count: int, to: int) -> None:
     """The 128-bit hash of every row, its high half first; they begin at an address, and are longer than 240 bytes."""
     total, fresh, secret = np.empty(8, dtype=np.uint64), np.empty(8, dtype=np.uint64), _secret.ctypes.data
     size = np.uint64(width)
     blocks = (width - 1) // BLOCK
-    for row in range(len(result)):
+    result = numba.carray(_at(to), (count, 2))
+    for row in range(count):
         start = rows + width * row
         total[:] = _starting
         for block in range(blocks):

@@ -2,7 +2,8 @@
 
 A job is a row of the table: its kind, rows, width, outputs and parts; the addresses of the matrix or the keys, of the
 gradients, of the probe's columns, and where keys and gradients are copied to; where its result, its room to work in,
-the table of BlockSums for what is copied, and its sums are; a number to spare, and how many of its parts are done.
+the table of BlockSums for what is copied, and its sums are; where the hashes of its keys go, and how many of its parts
+are done.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dualform.fast import by_torch
 # Before the first job: the next part to take, how many jobs there are, and whether a sketch was not finite.
 HEAD, FIELDS = 3, 16
 JOBS, SPOILED = 1, 2
-MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, CHECKED, SUMS = 5, 6, 8, 9, 10, 11, 12, 13
+MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, CHECKED, SUMS, HASHES_TO = 5, 6, 8, 9, 10, 11, 12, 13, 14
 TAKE, PROJECT, PROJECT_WIDE, COPY, COMPARE = range(5)
 ROWS = 8192  # beyond so many, fp32 sums one after the other lose too much
 TAKEN, MULTIPLIED = 1 << 15, 1 << 16  # numbers of one part

@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from dualform.memory.xxh3 import copy_blocks
+from dualform.memory.xxh3 import copy_blocks, hash_rows
 from dualform.recording.jobs import COMPARE, COPY, FIELDS, HEAD, JOBS, PROJECT, SPOILED, TAKE
 
 Array = np.ndarray[Any, Any]
@@ -183,6 +183,8 @@ def _take(job: Array, part: int) -> None:
     sums = carray(_doubles(_after(job)), 2 * parts)
     if job[8]:
         _keep(job[5] + 4 * start * width, job[8] + 4 * start * width, count * width, job[12])
+    if job[14]:
+        hash_rows(job[5] + 4 * start * width, 4 * width, count, job[14] + 16 * start)
     _multiply(keys, carray(_floats(job[7]), (4, width)), heads)
     if job[9]:
         _keep(job[6] + 4 * start * out, job[9] + 4 * start * out, count * out, job[12])

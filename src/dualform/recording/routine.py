@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dualform.memory.arena import Arena, Room, Shape, held
+from dualform.memory.ledger import SHORTEST
 from dualform.memory.slab import pages
 from dualform.recording.calls import Forward, Known
 from dualform.recording.ids import Batch, Numbers
@@ -27,6 +28,7 @@ from dualform.recording.jobs import (
     FIELDS,
     GRADIENTS,
     GRADIENTS_TO,
+    HASHES_TO,
     HEAD,
     KEYS_TO,
     MATRIX,
@@ -50,6 +52,7 @@ Waiting = Sequence[tuple[Forward, Tensor]]
 """Calls and their gradients as they came."""
 AT_A_TIME = 64  # steps that are looked at together
 RING = 8 << 20  # bytes that their results may take
+T = TypeVar("T")
 
 
 class Ring:
@@ -144,18 +147,24 @@ class Taking:
         )
         self._expected = [(*known, gradient.shape) for known, (_, gradient) in zip(self.inputs, waiting, strict=True)]
         self._wanted: list[tuple[str, Shape]] = []
+        self._fields: list[int] = []  # where the address of each goes in the table
+        self._hashed: list[bool] = []
         jobs: list[int] = []
         room = 0
-        for (use, _, _), (keys, gradients) in zip(self.inputs, rows, strict=True):
+        for (use, _, fixed), (keys, gradients) in zip(self.inputs, rows, strict=True):
             columns = use.weight.columns(torch.float32, torch.device("cpu"))
             (events, width), outputs = keys.shape, gradients.shape[1]
             job = taking(events, width, outputs, columns)
             job[ROOM] = 8 * room
             room += room_of(job)
-            jobs += job
-            self._wanted.append((use.streams[0], Shape(events, width, torch.float32)))
+            self._want(KEYS_TO, len(jobs), use.streams[0], Shape(events, width, torch.float32))
             if values:
-                self._wanted.append((use.streams[1], Shape(events, outputs, torch.float32)))
+                self._want(GRADIENTS_TO, len(jobs), use.streams[1], Shape(events, outputs, torch.float32))
+            # Keys that may come again will be looked up by their hashes: now they are in the cache.
+            self._hashed.append(fixed and 4 * width >= SHORTEST)
+            if self._hashed[-1]:
+                self._want(HASHES_TO, len(jobs), use.streams[2], Shape(events, 2, torch.int64))
+            jobs += job
         self._room = torch.empty(room, dtype=torch.float64)
         for at in range(0, len(jobs), FIELDS):
             jobs[at + ROOM] += self._room.data_ptr()
@@ -163,6 +172,16 @@ class Taking:
         # Of every call two sizes in fp64, then of every call its sketch.
         self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, shape in self._shapes)]).tolist()
         self.ring = Ring(self.at[-1])
+
+    def _want(self, field: int, job: int, stream: str, shape: Shape) -> None:
+        self._wanted.append((stream, shape))
+        self._fields.append(HEAD + job + field)
+
+    def each(self, of_streams: Iterable[T]) -> Iterator[tuple[T, T | None, T | None]]:
+        """Of what there is for every stream: that for keys, gradients and hashes of each call, where it has them."""
+        streams = iter(of_streams)
+        for hashed in self._hashed:
+            yield next(streams), next(streams) if self.values else None, next(streams) if hashed else None
 
     @staticmethod
     def possible(rows: Sequence[Rows]) -> bool:
@@ -228,14 +247,10 @@ class Taking:
         ring = self.ring
         row, start = ring.next()
         numbers, at, sums, table = self._jobs.numbers, HEAD, start, arena.sums.table
-        places = zip(*room, strict=True)
+        for (_, _, address, width, _, _), first, field in zip(*room, self._fields, strict=True):
+            numbers[field] = address + first * width
         for result in self.at[:-1]:
-            (_, _, address, width, _, _), first = next(places)
-            numbers[at + KEYS_TO], numbers[at + CHECKED] = address + first * width, table
-            if self.values:
-                (_, _, address, width, _, _), first = next(places)
-                numbers[at + GRADIENTS_TO] = address + first * width
-            numbers[at + RESULT], numbers[at + SUMS] = start + 4 * result, sums
+            numbers[at + CHECKED], numbers[at + RESULT], numbers[at + SUMS] = table, start + 4 * result, sums
             at, sums = at + FIELDS, sums + 16
         finite = self._swift.run(self._jobs)
         # Gradients that are not kept are needed once more only to count the events that are not finite.
@@ -244,12 +259,11 @@ class Taking:
 
     def arrived(self, copied: Copied, numbers: Callable[[Known], Numbers]) -> list[Arrived]:
         """The rows of every call: where they are, what their sketch is, and how large their terms are."""
-        results, each = copied.results[copied.row], iter(held(copied.room))
+        results = copied.results[copied.row]
         sizes = results[: 4 * len(self.inputs)].view(np.float64)
         found = []
-        for at, call in enumerate(copied.calls):
-            keys = next(each)
-            gradients = next(each) if self.values else copied.needed[at] if copied.needed else None
+        for at, (call, (keys, kept, _)) in enumerate(zip(copied.calls, self.each(held(copied.room)), strict=True)):
+            gradients = copied.needed[at] if copied.needed else kept
             examples, positions = map(torch.from_numpy, numbers(call))
             one = Arrived(call.order, call.use, keys, gradients, examples, positions, call.fixed)
             one.sketch = results[self.at[at] : self.at[at + 1]].reshape(5, -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -19,6 +18,7 @@ from dualform.memory.slab import Slab
 from dualform.optimizers import HALF, UNEXPLAINED, SettingsReader, is_linear
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
+from dualform.recording.findings import what_was_found
 from dualform.recording.plain import run_plain
 from dualform.recording.probe import Evidence, Fit, fit_all
 from dualform.recording.reading import Reading, Seen, Step
@@ -320,7 +320,7 @@ class Stepping:
         row.remainders[0, at] = fit.remainder
         row.digests[0, at] = bytes_hash(reading.sketch.data)
         if not fit.explained:
-            self._find(target, *_what_was_found(reading, fit, step.number, step.number < self.steps))
+            self._find(target, *what_was_found(reading, fit, step.number, step.number < self.steps))
         # The sketch of the gradient holds any L2 term already, so the plain settings predict the step.
         self._previous[target] = step.gradients[target]
         self._watches[target].follow([reading.settings], step.gradients[target][None])
@@ -386,33 +386,3 @@ def _sketched_by_torch(targets: Sequence[Target], gradients: Sequence[Tensor]) -
 
 def _weight(target: Target) -> Vector:
     return target.sketch(target.parameter).reshape(-1).numpy()
-
-
-def _what_was_found(reading: Reading, fit: Fit, step: int, late: bool) -> tuple[str, str, int, int]:
-    """Kind, reason and steps of a gradient that the events do not explain."""
-    if not math.isfinite(fit.remainder):
-        return "nonfinite", f"the gradient at step {step} holds NaN or infinity", step - 1, step
-    gradient = None if late else reading.target.parameter.grad
-    clipped = gradient is not None and _looks_clipped_by_value(gradient)
-    if fit.carried and not clipped:
-        reason = (
-            f"the gradient of the step before was still there at step {step} "
-            "(no zero_grad in between), so its events acted twice"
-        )
-        return "carried", reason, step - 1, step
-    if not reading.passes:
-        reason = (
-            f"there was a gradient at step {step}, but no event: the weight was used past its module "
-            "(a functional call, a compiled or fused module, a gradient set by hand)"
-        )
-        return "no events", reason, step - 1, step
-    share = f"{fit.remainder:.2g} of the gradient at step {step} was not made by the recorded events"
-    if clipped:
-        return "unexplained", f"{share}: it looks clipped elementwise (clip_grad_value_)", step - 1, step
-    hint = "(noise, an unrecorded second use of the weight, a penalty on gradients, an edit of .grad)"
-    return "unexplained", f"{share} {hint}", step - 1, step
-
-
-def _looks_clipped_by_value(gradient: Tensor) -> bool:
-    size = gradient.detach().abs()
-    return int((size == size.max()).sum()) >= 3

@@ -5,7 +5,6 @@ What would take a dozen small objects a step takes a few arrays for all of them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -145,8 +144,9 @@ class Stretch:
             for (_, place, _, _, rows, _), start in zip(plan, starts, strict=True)
         )
         shared: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        for number, (use, shape, fixed) in enumerate(routine.inputs):
-            keys, *gradients = itertools.islice(spans, 2 if routine.values else 1)
+        for number, ((use, shape, fixed), (keys, gradients, hashes)) in enumerate(
+            zip(routine.inputs, routine.each(spans), strict=True)
+        ):
             # Layers whose inputs have the same leading dimensions have the same examples, batch by batch.
             calls = [
                 Known(order, use, shape, fixed, batch) for order, batch in (one.orders[number] for one in self.copied)
@@ -155,8 +155,9 @@ class Stretch:
             examples, positions = shared.get(of) or _numbered(map(numbers, calls), slab)
             if not (examples == NO_EXAMPLE).any():  # else every layer is told of
                 shared[of] = examples, positions
-            events = keys, gradients[0] if gradients else None, examples, positions
-            yield use.weight_number, [Call(use.index, backward, *events, fixed, steps=len(self.steps))]
+            events = keys, gradients, examples, positions
+            call = Call(use.index, backward, *events, fixed, steps=len(self.steps), hashes=hashes)
+            yield use.weight_number, [call]
 
 
 def _numbered(numbers: Iterable[Numbers], slab: Slab) -> tuple[Tensor, Tensor]:

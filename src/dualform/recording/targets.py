@@ -226,9 +226,10 @@ class Use:
         return [target for target in both if target.parameter.requires_grad]
 
     @cached_property
-    def streams(self) -> tuple[str, str]:
-        """Where its keys and its gradients gather."""
-        return f"w{self.weight_number}/keys", f"w{self.weight_number}/gradients"
+    def streams(self) -> tuple[str, str, str]:
+        """Where its keys, its gradients and the hashes of its keys gather."""
+        weight = f"w{self.weight_number}"
+        return f"{weight}/keys", f"{weight}/gradients", f"{weight}/hashes"
 
 
 @dataclass
