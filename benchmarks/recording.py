@@ -1,14 +1,14 @@
 """What recording costs: training the paper's MNIST network plain, with keep="keys" and with keep="all".
 
-    python benchmarks/recording.py [--batch 128 32 512] [--rounds 9] [--steps 210] [--threads N] [--out DIR] [--json F]
+    python benchmarks/recording.py [--batch 128 32 512] [--rounds 7] [--cycles 4] [--threads N] [--out DIR] [--json F]
 
-All ways train in turn in one process, in alternating order, each between two turns of plain training; a round compares
-it with the mean of the two, and the ratio is the median over the rounds. Probe and checksums are on, and the memory is
-written to disk: past the page cache ("direct") and through it ("fallback"). A turn begins with steps that are not
-timed, until every way has made its first commit, so that commits are under way when the clock starts as when it stops;
-by default it then goes on for two commits of keep="keys" and three to four of keep="all". --steps is for batch 128, and
-other batches take steps for as many examples. What is left to write is waited for outside the clock, and reported as
-the time a closing run waits. Inputs are random: the time of a dense layer does not depend on them.
+All in one process. A round makes a plain and a recorded training anew for every way, trains both past the first commit,
+and then lets them take turns: a turn of the recorded one lasts from the end of one commit to the end of the next, so
+that it holds a whole commit and all steps for it, and lies between two turns of the plain one of as many steps. Its
+time a step is compared with theirs; the ratio is the median over all such turns of all rounds. The order of the ways
+alternates. Probe and checksums are on, and the memory is written to disk: past the page cache ("direct") and through it
+("fallback"). What is left to write at the end is waited for outside the clock, and reported as the time a closing run
+waits. Inputs are random: the time of a dense layer does not depend on them.
 """
 
 from __future__ import annotations
@@ -32,30 +32,77 @@ from torch import Tensor, nn
 import dualform
 from dualform.experiments.recipes import recipe
 from dualform.memory.disk import disk
+from dualform.memory.manifest import MANIFEST
 
 EXAMPLES = 40_053
-WARM_UP = 120
+WARM_UP = 130  # steps at batch 128: longer than the first commit takes to come and go
 BOUNDS = {"keys": 1.10, "all": 1.15}
 
 
 @dataclass
 class Way:
-    """One way to train, and what its turns took."""
+    """One way to record, and what its turns took a step, with the mean of the plain turns before and after each."""
 
     name: str
-    keep: str | None
+    keep: str
     direct: bool
-    steps: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     bytes: float = 0.0
 
+    @property
+    def ratios(self) -> list[float]:
+        """Every turn's time against the plain training beside it, in ascending order."""
+        return sorted(own / beside for own, beside in zip(self.seconds, self.plain, strict=True))
 
-def ways() -> list[Way]:
-    """Plain training first; the others are compared with it."""
-    recorded = [Way(f"{keep}, {'direct' if direct else 'fallback'}", keep, direct)
-                for keep in ("keys", "all") for direct in (True, False)]  # fmt: skip
-    return [Way("plain", None, True), *recorded]
+
+def ways(only_direct: bool) -> list[Way]:
+    """All ways to record."""
+    kinds = (True,) if only_direct else (True, False)
+    return [
+        Way(f"{keep}, {'direct' if direct else 'fallback'}", keep, direct)
+        for keep in ("keys", "all")
+        for direct in kinds
+    ]
+
+
+class Training:
+    """The paper's network, perhaps with a recorder."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor, size: int) -> None:
+        torch.manual_seed(0)
+        self.model = recipe("mnist").model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-3, momentum=0.9)
+        self.recorder: dualform.Recorder | None = None
+        self.steps = 0
+        self._inputs, self._labels, self._batches = inputs, labels, batches(size)
+
+    def step(self) -> None:
+        """One step of a training loop."""
+        ids = next(self._batches)
+        with self.recorder.batch(ids) if self.recorder else contextlib.nullcontext():
+            F.cross_entropy(self.model(self._inputs[ids]), self._labels[ids]).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def turn(self, steps: int) -> float:
+        """Train for some steps; the seconds each took."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return (time.perf_counter() - start) / steps
+
+    def cycle(self, path: Path) -> tuple[float, int]:
+        """Train until the next commit has ended, which shows in the manifest; the seconds of a step, and the steps."""
+        manifest = path / MANIFEST
+        first, before = self.steps, manifest.stat().st_mtime_ns
+        start = time.perf_counter()
+        while manifest.stat().st_mtime_ns == before:
+            self.step()
+        return (time.perf_counter() - start) / (self.steps - first), self.steps - first
 
 
 def batches(size: int) -> Iterator[Tensor]:
@@ -66,81 +113,65 @@ def batches(size: int) -> Iterator[Tensor]:
         yield from order[: EXAMPLES // size * size].split(size)
 
 
-def turn(way: Way, inputs: Tensor, labels: Tensor, size: int, steps: int, root: Path) -> None:
-    """Train with one way for some steps and note what a step took."""
-    warm_up, steps = max(WARM_UP * 128 // size, 1), max(steps * 128 // size, 1)
-    torch.manual_seed(0)
-    model = recipe("mnist").model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
-    path = root / "run"
+def measure(way: Way, inputs: Tensor, labels: Tensor, size: int, cycles: int, path: Path) -> None:
+    """A plain and a recorded training take turns."""
+    plain, recorded = (Training(inputs, labels, size) for _ in range(2))
+    warm_up = max(WARM_UP * 128 // size, 1)
     disk.direct = way.direct
-    with contextlib.ExitStack() as stack:
-        options = {"keep": way.keep, "on_error": "raise"}  # a recording that stopped would cost nothing
-        recorder = way.keep and stack.enter_context(dualform.record(model, optimizer, path, **options))
-        for step, ids in zip(range(warm_up + steps), batches(size), strict=False):
-            if step == warm_up:
-                start = time.perf_counter()
-            with recorder.batch(ids) if recorder else contextlib.nullcontext():
-                F.cross_entropy(model(inputs[ids]), labels[ids]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    # A recording that stopped would cost nothing.
+    with dualform.record(recorded.model, recorded.optimizer, path, keep=way.keep, on_error="raise") as recorder:
+        recorded.recorder = recorder
+        plain.turn(warm_up), recorded.turn(warm_up)
+        _, steps = recorded.cycle(path)
+        before = plain.turn(steps)
+        for _ in range(cycles):
+            seconds, steps = recorded.cycle(path)
+            after = plain.turn(steps)
+            way.seconds.append(seconds)
+            way.plain.append((before + after) / 2)
+            before = after
         stop = time.perf_counter()
-    way.steps.append((stop - start) / steps)
     way.waits.append(time.perf_counter() - stop)
-    if way.keep:
-        written = sum(file.stat().st_size for file in (path / "segments").iterdir())
-        way.bytes = written / (warm_up + steps)
-        shutil.rmtree(path)
-
-
-def measure(size: int, rounds: int, steps: int, root: Path) -> list[Way]:
-    """All ways in turn, in alternating order, each between two turns of plain training."""
-    inputs, labels = torch.rand(EXAMPLES, 784), torch.randint(10, (EXAMPLES,))
-    plain, *recorded = measured = ways()
-    turn(plain, inputs, labels, size, steps, root)
-    for number in range(rounds):
-        for way in recorded if number % 2 == 0 else reversed(recorded):
-            turn(way, inputs, labels, size, steps, root)
-            turn(plain, inputs, labels, size, steps, root)
-            way.beside.append((plain.steps[-2] + plain.steps[-1]) / 2)
-    return measured
-
-
-def ratios(way: Way) -> list[float]:
-    """A way's time against the plain training beside it, in every round, in ascending order."""
-    return sorted(own / beside for own, beside in zip(way.steps, way.beside, strict=True)) if way.keep else [1.0]
+    way.bytes = sum(file.stat().st_size for file in (path / "segments").iterdir()) / recorded.steps
+    shutil.rmtree(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 32, 512])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=210)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cycles", type=int, default=4)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only-direct", action="store_true", help="leave out the writes through the page cache")
     parser.add_argument("--out", type=Path, help="a directory on the disk to be measured")
     parser.add_argument("--json", type=Path, help="where every number goes")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"machine: {arguments.threads} threads, {platform.machine()}, torch {torch.__version__}")
-    print(f"{arguments.rounds} rounds of {arguments.steps} steps at batch 128, medians\n")
+    print(f"{arguments.rounds} rounds of {arguments.cycles} commits, medians\n")
+    inputs, labels = torch.rand(EXAMPLES, 784), torch.randint(10, (EXAMPLES,))
     results: dict[str, list[dict[str, object]]] = {}
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     for size in arguments.batch:
+        every = ways(arguments.only_direct)
         with tempfile.TemporaryDirectory(dir=arguments.out) as root:
-            measured = measure(size, arguments.rounds, arguments.steps, Path(root))
-        print(f"batch {size:4d}            ms a step   / plain   (all rounds)     MB a step   wait at close, ms")
-        for way in measured:
-            each = ratios(way)
-            bound = BOUNDS.get(way.keep or "") if size == 128 and way.direct else None
-            against = f"  bound {bound:.2f}" if bound else ""
+            for number in range(arguments.rounds):
+                for way in every if number % 2 == 0 else reversed(every):
+                    measure(way, inputs, labels, size, arguments.cycles, Path(root) / "run")
+        print(
+            f"batch {size:4d}            ms a step   plain    ratio   (middle half)     MB a step   wait at close, ms"
+        )
+        for way in every:
+            each = way.ratios
+            bound = BOUNDS[way.keep] if size == 128 and way.direct else None
+            own, plain, wait = (1e3 * statistics.median(of) for of in (way.seconds, way.plain, way.waits))
             print(
-                f"  {way.name:16s} {1e3 * statistics.median(way.steps):12.2f} {statistics.median(each):9.3f}   "
-                f"({each[0]:.2f} to {each[-1]:.2f}) {way.bytes / 1e6:12.2f} "
-                f"{1e3 * statistics.median(way.waits):12.0f}{against}"
+                f"  {way.name:16s} {own:12.2f} {plain:7.2f} "
+                f"{statistics.median(each):8.3f}   ({each[len(each) // 4]:.3f} to {each[-1 - len(each) // 4]:.3f}) "
+                f"{way.bytes / 1e6:12.2f} {wait:12.0f}" + (f"  bound {bound:.2f}" if bound else "")
             )
-        results[str(size)] = [asdict(way) | {"ratio": statistics.median(ratios(way))} for way in measured]
+        results[str(size)] = [asdict(way) | {"ratio": statistics.median(way.ratios)} for way in every]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 
