@@ -13,7 +13,7 @@ import dualform
 from dualform.recording import stepping
 from small import batch, network, run
 
-STEPS = 90  # 32 at once, then 32 and 26 at a time
+STEPS = 120  # 32 at once, then 64 and 24 at a time
 Edit = Callable[[nn.Module, int], None]
 
 
