@@ -312,6 +312,14 @@ def test_many_settings_are_those_of_each(kind: type[torch.optim.Optimizer]) -> N
         check()
         groups[3]["lr"] *= 2  # the same tensor, with another value
         check()
+        groups[3]["lr"] = 0.1
+        check()
+        groups[3]["lr"] = torch.tensor(0.1)  # equal to 0.1, but not the same number
+        check()
+        groups[3]["lr"] = np.array(0.5)
+        check()
+        groups[3]["lr"] /= 2
+        check()
         groups[3]["lr"] = 0.5
         check()
         optimizer.state[weights[1]] = {}

@@ -55,6 +55,7 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 """From a parameter group and the parameter's state just before the step to its settings."""
 
 _NOTHING: dict[str, Any] = {}
+_PLAIN = {float, int, bool}
 _sgd_values = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _readers: dict[type[torch.optim.Optimizer], Reader] = {}
 
@@ -159,13 +160,12 @@ class SettingsReader:
 
     def _settings(self, group: Mapping[str, Any], first: bool) -> Settings:
         values = _sgd_values(group)
+        if not _PLAIN.issuperset(map(type, values)):  # a tensor or an array may change and stay the same object
+            return _sgd_settings(values, first)
         made = self._made.get((id(group), first))
-        if made is not None and made[0] == values:
-            return made[1]
-        settings = _sgd_settings(values, first)
-        if not any(isinstance(value, Tensor) for value in values):  # which may change and stay the same object
-            self._made[id(group), first] = values, settings
-        return settings
+        if made is None or made[0] != values:
+            made = self._made[id(group), first] = values, _sgd_settings(values, first)
+        return made[1]
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:

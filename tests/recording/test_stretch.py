@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.memory import writer
+from dualform.memory.ledger import Ledger
 from dualform.recording import routine, stepping, stretch, swift
 from dualform.recording.recorder import Recorder
 from dualform.recording.routine import Ring
@@ -176,11 +178,23 @@ def ids_of_some_layers(model: nn.Module, optimizer: Any, recorder: Recorder, ste
         F.cross_entropy(model(x), y).backward()
 
 
+def looks_aside(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """The last call within a batch is of something else, which no ids fit."""
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids):
+        F.cross_entropy(model(x), y).backward()
+        model[0](torch.ones(3, 6))  # type: ignore[index]
+
+
+def alternating(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    one(model, recorder, step, 3 + step % 3)
+
+
 Loop = Callable[[nn.Module, Any, Recorder, int], None]
 LOOPS: list[Loop] = [
     plain, clipped, accumulated, sometimes_accumulated, short_batches, without_ids, positions, frozen_for_a_while,
     backward_twice, noisy, spoiled, schedules, commits, same_twice, called_twice, emptied, beside_func, others_replaced,
-    turned, two_batches, ids_of_some_layers,
+    turned, two_batches, ids_of_some_layers, looks_aside, alternating,
 ]  # fmt: skip
 
 
@@ -272,6 +286,107 @@ def test_the_compiled_way_makes_the_same_memory(
     assert ours.certificate().exact == theirs.certificate().exact
     if loop in (plain, clipped, schedules, without_ids, positions, same_twice):
         assert stepping.AT_A_TIME in judged, "calm steps are judged in stretches"
+
+
+def test_a_stretch_is_as_long_as_there_is_room_for_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: list[int]
+) -> None:
+    compiled(monkeypatch)
+    monkeypatch.setattr(routine, "RING", 10 * 280)  # the two layers have 68 numbers a step
+    _, memory = record(tmp_path / "run", plain)
+    assert judged.count(10) >= 8 and max(judged) == 10
+    assert memory.certificate().exact
+
+
+@pytest.mark.parametrize("width", [80, 63])  # hashed while they are copied, and too short for that
+def test_repeated_keys_are_found_the_compiled_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    inputs = torch.randn(30, width, generator=torch.Generator().manual_seed(1))
+    hashed: list[bool] = []
+    enter = Ledger.enter
+
+    def note(self: Ledger, keys: Any, examples: Any, positions: Any, hashes: Any = None) -> Any:
+        hashed.append(any(each is not None for each in hashes or ()))
+        return enter(self, keys, examples, positions, hashes)
+
+    def go(path: Path) -> tuple[dualform.Memory, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        expected, last = 0, {}
+        with dualform.record(model, optimizer, path, on_error="raise") as recorder:
+            for step in range(STEPS):
+                ids = torch.randint(30, (6 if step % 40 == 20 else 8,), generator=torch.Generator().manual_seed(step))
+                changed = (ids == 3) & (step > 60)  # one example is another one from then on
+                x = inputs[ids] + changed[:, None]
+                for example, other in zip(ids.tolist(), changed.tolist(), strict=True):
+                    expected += last.get(example) != other
+                    last[example] = other
+                with recorder.batch(ids):
+                    F.cross_entropy(model(x), ids % 4).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step % 50 == 49:
+                    recorder.commit()
+        return dualform.open(path), expected
+
+    monkeypatch.setattr(Ledger, "enter", note)
+    with monkeypatch.context() as patch:
+        by_torch(patch)
+        theirs, expected = go(tmp_path / "torch")
+    assert hashed and not any(hashed)
+    compiled(monkeypatch)
+    ours, _ = go(tmp_path / "ours")
+    assert any(hashed) is (width == 80)
+    for memory in (ours, theirs):
+        assert sum(segment.keys[0] for segment in memory.manifest.segments) == expected
+        assert memory.verify().ok and memory.certificate().exact
+    for name in ("keys", "gradients", "examples", "steps"):
+        mine, other = joined(ours, 0, name), joined(theirs, 0, name)
+        assert mine is not None and other is not None and mine.equal(other), name
+
+
+@pytest.mark.parametrize("way", [compiled, by_torch])
+def test_inputs_are_not_held_until_the_batch_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    way(monkeypatch)
+    model = network(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alive: list[bool] = []
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(8):
+            ids, x, y = batch(step, dtype=torch.float32)
+            with recorder.batch(ids):
+                hidden = model[:2](x)
+                seen = weakref.ref(hidden)
+                loss = F.cross_entropy(model[2](hidden), y)
+                loss.backward()
+                del hidden, loss
+                alive.append(seen() is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any(alive)
+
+
+def test_a_weight_that_changes_its_shape_stops_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled(monkeypatch)
+    model = network(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(60):
+            if step == 50:  # pruned
+                model[0].weight.data, model[0].bias.data = model[0].weight.data[:6].clone(), model[0].bias.data[:6]
+                model[2].weight.data = model[2].weight.data[:, :6].clone()
+                optimizer.zero_grad()
+            one(model, recorder, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 39:
+                recorder.commit()
+    assert "2.weight has the shape [4, 6] now and had [4, 8] when recording began" in caplog.text
+    assert dualform.open(tmp_path / "run").steps == 40
 
 
 def test_two_optimisers_make_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

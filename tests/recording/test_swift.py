@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -9,9 +10,13 @@ import torch
 import xxhash
 from torch import nn
 
+from dualform.errors import BadIds
+from dualform.fast import load
 from dualform.memory.arena import Arena, Shape, held
 from dualform.memory.ledger import SHORTEST
+from dualform.memory.slab import Slab, array_in
 from dualform.recording import swift
+from dualform.recording.ids import read_ids
 from dualform.recording.routine import Taking
 from dualform.recording.targets import find_targets
 from small import run
@@ -38,6 +43,46 @@ def test_a_projection_is_the_product(rows: int, width: int, dtype: torch.dtype, 
     assert spoiled is not None and not spoiled[-1].isfinite().any() and spoiled[:-1].isfinite().all()
     assert loops.project(matrix.double(), columns) is None
     assert loops.project(torch.ones(3, 2 * width)[:, ::2], columns) is None, "not as they lie"
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.arange(7),
+        torch.tensor([0, 19, 3, 19]),
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.arange(10)[::2],
+        torch.arange(6, dtype=torch.int32),
+        torch.tensor(4),
+        torch.empty(0, dtype=torch.int64),
+        torch.tensor([3, 20]),
+        torch.tensor([2, -1, 5]),
+        torch.tensor([-(2**63)]),
+        torch.tensor([2**63 - 1]),
+        torch.ones(3),
+        [1, 2, 3],
+        "words",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("examples", [None, 20])
+def test_ids_are_read_as_without_the_loops(ids: object, examples: int | None) -> None:
+    loops = load("dualform.recording.loops")
+    slab = Slab()
+
+    def read(how: ModuleType | None) -> list[object] | str:
+        try:
+            piece, shape = read_ids(ids, examples, slab, how)
+        except BadIds as error:
+            return str(error)
+        return array_in(piece, tuple(shape), np.dtype(np.int64)).tolist()
+
+    before = slab.zeros((3,), np.int64)
+    found, plain = read(loops), read(None)
+    assert found == plain
+    if isinstance(plain, list):
+        assert plain == np.asarray(ids).tolist()
+    assert not before.any() and not slab.zeros((3,), np.int64).any()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 The input layer sees the same key for the same example in every epoch. Keys that depend on no trained parameter are
 compared, one after the other, with the last one stored for their example and position, by a 128-bit hash of their
-bytes. How many of them are entered at once makes no difference.
+bytes. How many of them are entered at once makes no difference, but for when comparing is given up.
 """
 
 from __future__ import annotations

@@ -16,18 +16,18 @@ SLAB = 4 << 20
 LINE = 64  # bytes of a line of the caches, where an array begins
 
 
-Room = tuple[np.ndarray, int, int]
-"""Memory, at which byte of it room begins, and the address of that."""
+Piece = tuple[np.ndarray, int, int]
+"""Memory, at which byte of it a piece begins, and the address of that."""
 
 
 class Slab:
-    """Cuts arrays one after the other from large pieces of memory; a piece is given back when its last array is."""
+    """Cuts small pieces one after the other from large memory, which is given back when the last of them is."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
         self._address = self._used = self._size = 0
 
-    def room(self, size: int) -> Room:
+    def piece(self, size: int) -> Piece:
         """So many bytes of any content: for those who make an array of them later, if ever."""
         if self._used + size > self._size:
             self._memory, self._used = pages(max(SLAB, size)), 0
@@ -38,7 +38,7 @@ class Slab:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array of any content."""
         kind = np.dtype(dtype)
-        return array_in(self.room(math.prod(shape) * kind.itemsize), shape, kind)
+        return array_in(self.piece(math.prod(shape) * kind.itemsize), shape, kind)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array of zeros."""
@@ -47,14 +47,17 @@ class Slab:
         return array
 
 
-def array_in(room: Room, shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
+def array_in(piece: Piece, shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
     """What lies there, as an array."""
-    memory, start, _ = room
+    memory, start, _ = piece
     part: np.ndarray = memory[start : start + math.prod(shape) * kind.itemsize].view(kind).reshape(shape)
     return part
 
 
-def pages(size: int) -> np.ndarray:
-    """Memory straight from the system, in place already where that can be asked for; a forked child has its own."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+def pages(size: int, at_once: bool = True) -> np.ndarray:
+    """Memory straight from the system; `at_once` it is put in place where that can be asked for, otherwise on use.
+
+    A forked child has its own.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (getattr(mmap, "MAP_POPULATE", 0) if at_once else 0)
     return np.frombuffer(mmap.mmap(-1, max(size, 1), flags=flags), dtype=np.uint8)

@@ -37,6 +37,7 @@ from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
 LATE = 64  # backward passes that wait to be settled
+KINDS = 4  # of backward passes, for which there is a routine each
 PENDING = 1024  # backward passes that one parameter may gather before a step
 OURS = "dualform"  # among a tensor's hooks, of which torch numbers its own
 _gradient, _NONE = attrgetter("grad"), itertools.repeat(None)
@@ -84,7 +85,7 @@ class Capture:
         self.backwards = 0
         self.open: dict[int, Backward] = {}  # the backward passes that are going on
         self._ended_since: list[Backward] = []
-        self._routine: Taking | None = None
+        self.routines: list[Taking] = []  # for passes of several kinds, the last one first
         self._accumulated: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
 
@@ -129,7 +130,7 @@ class Capture:
             forward = self._order, use, stored, stored._version, batch
             self._order += 1
             if batch is not None:
-                batch.inputs.append(forward)
+                batch.inputs.append((use, stored.shape))
             product = output if output._base is None else _product(output)
             hook = partial(self._saw_gradient, forward)
             node = product.grad_fn
@@ -182,15 +183,16 @@ class Capture:
 
     def _taken_as_before(self, backward: Backward) -> bool:
         """Have the routine of the last pass take in this one; False where it is not for such a pass."""
-        routine, arena = self._routine, self.staging.arena
-        if routine is None or arena is None:
+        arena = self.staging.arena
+        if not self.routines or arena is None:
             return False
+        routine = self.routines[0]
         copied = routine.take(backward.waiting, arena)
         if copied is None:
             return False
         _, batch = copied.orders[-1]
         if batch is not None and ((batch.dim, batch.shape) == routine.fitting or routine.fits(batch)):
-            batch.inputs.clear()
+            batch.fitted = True
         backward.waiting.clear()
         backward.bytes = 0
         backward.copied.append(copied)
@@ -221,9 +223,11 @@ class Capture:
             return False
         if not Taking.possible(rows):
             return False
-        if self._routine is None or not self._routine.matches(waiting, rows):
-            self._routine = Taking(waiting, rows, self._values, self._targets.swift)
-        copied = self._routine.take_rows(waiting, rows, arena)
+        routine = next((one for one in self.routines if one.matches(waiting, rows)), None)
+        if routine is None:
+            routine = Taking(waiting, rows, self._values, self._targets.swift)
+        self.routines = [routine, *(one for one in self.routines if one is not routine)][:KINDS]
+        copied = routine.take_rows(waiting, rows, arena)
         if copied is not None:
             backward.copied.append(copied)
         return copied is not None
@@ -236,6 +240,7 @@ class Capture:
 
     def _rows(self, forward: Forward, gradient: Tensor) -> Rows:
         _, use, stored, version, _ = forward
+        use.weight.check_shape()
         if stored._version != version and not use.copy_at_forward:
             use.copy_at_forward = True
             self._tell(
@@ -264,11 +269,6 @@ class Capture:
             self._tell("no ids", f"no ids are given (recorder.batch); events get example {NO_EXAMPLE}")
         events = math.prod(leading)
         return np.full(events, NO_EXAMPLE), nowhere(events)
-
-    def begin(self) -> None:
-        """Begin a new stretch of steps: what was copied for the last one has been looked at."""
-        if self._routine is not None:
-            self._routine.ring.begin()
 
     def ended_since(self) -> list[Backward]:
         """The backward passes that have ended since this was asked last; they are still to be settled."""

@@ -13,15 +13,15 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dualform.errors import BadCall, BadIds
-from dualform.memory.slab import Room, Slab, array_in
+from dualform.memory.slab import Piece, Slab, array_in
 
 if TYPE_CHECKING:
-    from dualform.recording.calls import Forward
     from dualform.recording.capture import Capture
+    from dualform.recording.targets import Use
 
 NO_EXAMPLE = -1
 
-Ids = tuple[Room, tuple[int, ...]]
+Ids = tuple[Piece, tuple[int, ...]]
 """Where a copy of ids lies, and their shape."""
 Numbers = tuple[Int64[np.ndarray, " events"], Int64[np.ndarray, " events"]]
 """The example and the position of every event."""
@@ -33,19 +33,20 @@ class Batch:
     A generator as a context manager would cost more at every step.
     """
 
-    __slots__ = ("_capture", "_fits", "_room", "dim", "inputs", "shape")
+    __slots__ = ("_capture", "_fits", "_piece", "dim", "fitted", "inputs", "shape")
 
     def __init__(self, capture: Capture, ids: Ids, dim: int) -> None:
-        self._room, self.shape = ids
+        self._piece, self.shape = ids
         self.dim = dim
-        self.inputs: list[Forward] = []  # of which it is not known yet whether ids fit any of them
+        self.inputs: list[tuple[Use, torch.Size]] = []
+        self.fitted = False  # whether it is known already that the ids fit one of the inputs
         self._capture = capture
         self._fits: dict[tuple[int, ...], Numbers | None] = {}
 
     @property
     def ids(self) -> Int64[np.ndarray, "..."]:
         """The ids."""
-        return array_in(self._room, self.shape, np.dtype(np.int64))
+        return array_in(self._piece, self.shape, np.dtype(np.int64))
 
     def fit(self, leading: tuple[int, ...]) -> Numbers | None:
         """The example and the position of every event of an input with these leading dimensions, if the ids fit."""
@@ -63,9 +64,9 @@ class Batch:
         if self._capture.open:
             self._capture.forget_unfinished()
         inputs, self.inputs = self.inputs, []
-        if not inputs or kind is not None:
+        if not inputs or self.fitted or kind is not None:
             return
-        shapes = [use.kind.leading(stored.shape) for _, use, stored, *_ in inputs]
+        shapes = [use.kind.leading(shape) for use, shape in inputs]
         if not any(self.fit(leading) for leading in shapes):
             raise BadIds(
                 f"ids of shape {list(self.shape)} fit no recorded layer: inputs have leading dimensions "
@@ -79,20 +80,20 @@ def read_ids(ids: Any, examples: int | None, slab: Slab, loops: ModuleType | Non
     # Numpy's code has left the cache between two steps, and takes a tenth of a millisecond for this.
     if loops is not None and type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous():
         count = ids.numel()
-        room = slab.room(8 * count)
-        if loops.copy_ids(ids.data_ptr(), room[2], count) < (1 << 63 if examples is None else examples):
-            return room, ids.shape
+        piece = slab.piece(8 * count)
+        if loops.copy_ids(ids.data_ptr(), piece[2], count) < (1 << 63 if examples is None else examples):
+            return piece, ids.shape
     try:
         tensor = ids if isinstance(ids, Tensor) else torch.as_tensor(np.asarray(ids))
     except (TypeError, ValueError, RuntimeError):
         raise BadIds(f"ids must be whole numbers, one for each example of the batch, not {ids!r}.") from None
     kind, shape = tensor.dtype, tuple(tensor.shape)
-    room = slab.room(8 * tensor.numel())
+    piece = slab.piece(8 * tensor.numel())
     if tensor.numel() == 0:
-        return room, shape
+        return piece, shape
     if kind is not torch.int64 and (kind.is_floating_point or kind.is_complex or kind is torch.bool):
         raise BadIds(f"ids must be whole numbers (int64); these are {kind}. Convert them with .long().")
-    numbers = array_in(room, shape, np.dtype(np.int64))
+    numbers = array_in(piece, shape, np.dtype(np.int64))
     np.copyto(numbers, tensor.numpy() if tensor.is_cpu else tensor.detach().cpu().numpy())
     high = int(np.maximum.reduce(numbers.view(np.uint64), axis=None))  # a negative number is a large one here
     if high >= 1 << 63:
@@ -102,7 +103,7 @@ def read_ids(ids: Any, examples: int | None, slab: Slab, loops: ModuleType | Non
             f"example id {high} is outside the examples table, which has {examples:,} entries "
             f"(ids 0 to {examples - 1:,}). Give every column an entry for every id."
         )
-    return room, shape
+    return piece, shape
 
 
 @functools.lru_cache(maxsize=8)

@@ -208,6 +208,8 @@ class Recorder:
 
     def _failed(self, error: Exception) -> None:
         """A part of the recorder has failed: stop the recording, and the training only where that was asked for."""
+        if os.getpid() != self._pid:
+            return  # a forked child records nothing, and the memory is its parent's
         if self._failure is None:
             self._fail(error)
         if self._on_error == "raise":

@@ -51,7 +51,7 @@ Rows = tuple[Tensor, Tensor]
 Waiting = Sequence[tuple[Forward, Tensor]]
 """Calls and their gradients as they came."""
 AT_A_TIME = 64  # steps that are looked at together
-RING = 8 << 20  # bytes that their results may take
+RING = 16 << 20  # bytes that their results may take
 T = TypeVar("T")
 
 
@@ -60,17 +60,17 @@ class Ring:
 
     def __init__(self, numbers: int) -> None:
         self._numbers = numbers
-        self._rows = max(min(AT_A_TIME, RING // (4 * numbers + 1)), 1)
+        self.rows = max(min(AT_A_TIME, RING // (4 * numbers + 1)), 1)
         self._made: list[np.ndarray] = []
         self.begin()
 
     def begin(self) -> None:
         """Begin anew, elsewhere: what is there is kept as long as somebody looks at it."""
-        self._next = self._rows
+        self._next = self.rows
 
     def next(self) -> tuple[int, int]:
         """The next row for results, and its address."""
-        if self._next == self._rows:
+        if self._next == self.rows:
             self.results, self._next = self._unused(), 0
             self._address = self.results.ctypes.data
         row, self._next = self._next, self._next + 1
@@ -83,10 +83,10 @@ class Ring:
             if sys.getrefcount(made) <= _unused_count():
                 break
         else:
-            made = pages(4 * self._rows * self._numbers)
+            made = pages(4 * self.rows * self._numbers, at_once=False)
             self._made = [*self._made[-3:], made]
         # Every view of these results, and every view of such a view, holds on to `made` itself.
-        return made.view(np.float32).reshape(self._rows, self._numbers)
+        return made.view(np.float32).reshape(self.rows, self._numbers)
 
 
 @functools.cache
@@ -296,8 +296,13 @@ class Sketching:
         row, start = self.ring.next()
         numbers, at = self._jobs.numbers, HEAD
         try:
-            for gradient, result in zip(gradients, self.at, strict=False):
-                if gradient.dtype is not torch.float32 or not gradient.is_cpu or not gradient.is_contiguous():
+            for gradient, target, result in zip(gradients, self.targets, self.at, strict=False):
+                if (
+                    gradient.dtype is not torch.float32
+                    or gradient.shape != target.shape  # of a parameter whose `data` is another now
+                    or not gradient.is_cpu
+                    or not gradient.is_contiguous()
+                ):
                     return None
                 numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
                 at += FIELDS

@@ -63,6 +63,7 @@ class Stepping:
         self._pending: list[Step] = []
         self._routines: dict[tuple[int, ...], Sketching] = {}
         self._calm = 0
+        self._at_a_time = AT_A_TIME
         self._previous: dict[Target, Sketch] = {}
         self._watches: dict[Target, Watch] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
@@ -229,7 +230,7 @@ class Stepping:
         for target, _ in step.seen:
             self._watches[target].version = target.parameter._version
         self._pending.append(step)
-        if step.fits is not None or len(self._pending) >= AT_A_TIME:
+        if step.fits is not None or len(self._pending) >= self._at_a_time:
             self.flush()
 
     def catch_up(self, check: bool = True) -> None:
@@ -255,10 +256,11 @@ class Stepping:
                 for target, _ in step.seen:
                     target.passes, target.half = [], False
                 self._emit(self._row(step, step.fits))
+        rings = [*(one.ring for one in self._capture.routines), *(one.ring for one in self._routines.values())]
+        self._at_a_time = min([AT_A_TIME, *(ring.rows for ring in rings)])
         if len(pending) > 1:  # the next ones are gathered anew
-            self._capture.begin()
-            for routine in self._routines.values():
-                routine.ring.begin()
+            for ring in rings:
+                ring.begin()
         # Steps that were judged together treat the same parameters.
         for target in dict.fromkeys(target for step in pending[-1 if together else 0 :] for target, _ in step.seen):
             watch = self._watches[target]
@@ -374,12 +376,15 @@ def _is_same_group(group: Mapping[str, Any], before: Group) -> bool:
 
 def _scaling(optimizer: Mapping[str, Any]) -> tuple[bool, float]:
     """Whether a fused optimiser with a loss scaler does nothing in this step, and what it multiplies gradients with."""
+    # A scaler sets these on the optimiser itself; to ask for attributes that are not there takes longer.
     found_inf, grad_scale = optimizer.get("found_inf"), optimizer.get("grad_scale")
     skipped = found_inf is not None and bool(found_inf)
     return skipped, 1.0 if grad_scale is None else 1.0 / float(grad_scale)
 
 
 def _sketched_by_torch(targets: Sequence[Target], gradients: Sequence[Tensor]) -> Callable[[], list[Sketch]]:
+    for target in targets:
+        target.check_shape()
     sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
     return lambda: sketches
 

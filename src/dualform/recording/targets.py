@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from dualform.errors import BadCall
+from dualform.errors import BadCall, ModelMismatch
 from dualform.layers import LayerType, LinearMap, find_layer_type
 from dualform.memory.arena import Held
 from dualform.memory.files import storable
@@ -148,7 +148,17 @@ class Target:
     swift: Swift
     passes: list[Pass] = field(default_factory=list)
     half: bool = False
+    shape: torch.Size = field(init=False)
     _transposed: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shape = self.parameter.shape
+
+    def check_shape(self) -> None:
+        """Raise where the parameter has another shape than it had, by an assignment to its `data`."""
+        now, before = list(self.parameter.shape), list(self.shape)
+        if now != before:
+            raise ModelMismatch(f"{self.name} has the shape {now} now and had {before} when recording began")
 
     def sketch(self, matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """matrix @ R for a weight, in fp64 unless told otherwise; a bias is its own sketch."""
