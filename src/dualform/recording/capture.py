@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -59,6 +58,12 @@ class _ForwardHook(partial):  # type: ignore[type-arg]
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _make_inert, ()
+
+
+class Hooks(dict[Any, Any]):
+    """The hooks of a tensor, as torch keeps them, which looks at them weakly; an OrderedDict takes longer to make."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Capture:
@@ -137,7 +142,7 @@ class Capture:
             if node is None or product._backward_hooks is not None:
                 product.register_hook(hook)
             else:  # the same as register_hook does, but for a handle to remove the hook by
-                product._backward_hooks = OrderedDict(((OURS, hook),))
+                product._backward_hooks = Hooks({OURS: hook})
                 node._register_hook_dict(product)
         except Exception as error:
             self._fail(error)

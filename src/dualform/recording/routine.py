@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,6 +54,10 @@ Waiting = Sequence[tuple[Forward, Tensor]]
 AT_A_TIME = 64  # steps that are looked at together
 RING = 16 << 20  # bytes that their results may take
 T = TypeVar("T")
+
+# What tensors are like, asked for at once.
+_input_like = attrgetter("_version", "shape", "requires_grad", "dtype")
+_gradient_like = attrgetter("shape", "dtype", "is_cpu")
 
 
 class Ring:
@@ -200,13 +205,8 @@ class Taking:
             ):
                 if (
                     use is not of
-                    or stored._version != version
-                    or stored.shape != shape
-                    or gradient.shape != of_gradient
-                    or stored.requires_grad is fixed
-                    or stored.dtype is not torch.float32
-                    or gradient.dtype is not torch.float32
-                    or not gradient.is_cpu  # and so is the input
+                    or _input_like(stored) != (version, shape, not fixed, torch.float32)
+                    or _gradient_like(gradient) != (of_gradient, torch.float32, True)  # and so is the input
                     or not stored.is_contiguous()
                     or not gradient.is_contiguous()
                 ):
@@ -297,12 +297,8 @@ class Sketching:
         numbers, at = self._jobs.numbers, HEAD
         try:
             for gradient, target, result in zip(gradients, self.targets, self.at, strict=False):
-                if (
-                    gradient.dtype is not torch.float32
-                    or gradient.shape != target.shape  # of a parameter whose `data` is another now
-                    or not gradient.is_cpu
-                    or not gradient.is_contiguous()
-                ):
+                # The shape is another one where the parameter's `data` is.
+                if _gradient_like(gradient) != (target.shape, torch.float32, True) or not gradient.is_contiguous():
                     return None
                 numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
                 at += FIELDS
