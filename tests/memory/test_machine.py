@@ -31,7 +31,7 @@ from dualform.memory import repair, verify, writer
 from dualform.memory.derived import derived_files
 from dualform.memory.manifest import MANIFEST, read_manifest
 from dualform.queries.keyframes import Keyframes
-from faults import Fault, Stopped, faulty
+from faults import Fault, Stopped, compiled, faulty
 
 EXAMPLES = 5
 X = torch.randn(EXAMPLES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -62,12 +62,14 @@ Batches = list[tuple[list[int], float]]  # of each the ids, and how much its inp
 class Life(RuleBasedStateMachine):
     """One directory, and the plain truth: a list of steps, a checkpoint after each, and the columns."""
 
+    compiled = False
+
     def __init__(self) -> None:
         super().__init__()
         self.resources = ExitStack()
         self.path = Path(self.resources.enter_context(tempfile.TemporaryDirectory(prefix="dualform-life-"))) / "run"
         # No commit but those that are asked for.
-        self.resources.enter_context(mock.patch.object(writer, "COMMIT_SECONDS", 1e9))
+        self.resources.enter_context(mock.patch.object(writer.Writer, "due", return_value=False))
         self.resources.enter_context(mock.patch.object(Keyframes, "spacing", 3))
         self.resources.enter_context(mock.patch("os.fsync", return_value=None))
         self.recorder: dualform.Recorder | None = None
@@ -84,7 +86,9 @@ class Life(RuleBasedStateMachine):
 
     @initialize(dtype=st.sampled_from([torch.float64, torch.float32]), nesterov=st.booleans(), batches=some_batches)
     def begin(self, dtype: torch.dtype, nesterov: bool, batches: Batches) -> None:
-        self.dtype, self.nesterov = dtype, nesterov
+        self.dtype, self.nesterov = torch.float32 if self.compiled else dtype, nesterov
+        if self.compiled:
+            compiled(self.resources.enter_context(pytest.MonkeyPatch.context()), room=6000)
         self.make()
         self.columns = {"label": [0, 1, 2, 0, 1]}
         self.start(None)
@@ -128,6 +132,8 @@ class Life(RuleBasedStateMachine):
     def train(self, batches: Batches) -> None:
         assert self.recorder is not None
         for ids, shift in batches:
+            if self.compiled:  # steps that are alike are worked out together
+                ids = (4 * ids)[:4]
             x = (X[ids] + shift * len(self.steps)).to(self.dtype)
             with self.recorder.batch(ids):
                 first = self.model[0](x)
@@ -287,10 +293,18 @@ class Life(RuleBasedStateMachine):
             assert [groups[code] for code in codes.tolist()] == values
 
 
-def test_whatever_happens_the_memory_is_what_happened() -> None:
-    run_state_machine_as_test(Life, settings=hypothesis.settings(max_examples=20, stateful_step_count=25))
+class CompiledLife(Life):
+    """The same of a run that is gathered as long ones are."""
+
+    compiled = True
+
+
+@pytest.mark.parametrize("life", [Life, CompiledLife])
+def test_whatever_happens_the_memory_is_what_happened(life: type[Life]) -> None:
+    run_state_machine_as_test(life, settings=hypothesis.settings(max_examples=15, stateful_step_count=25))
 
 
 @pytest.mark.long
-def test_whatever_happens_for_long_the_memory_is_what_happened() -> None:
-    run_state_machine_as_test(Life, settings=hypothesis.settings(max_examples=500, stateful_step_count=50))
+@pytest.mark.parametrize("life", [Life, CompiledLife])
+def test_whatever_happens_for_long_the_memory_is_what_happened(life: type[Life]) -> None:
+    run_state_machine_as_test(life, settings=hypothesis.settings(max_examples=500, stateful_step_count=50))

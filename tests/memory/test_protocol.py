@@ -28,8 +28,10 @@ import dualform
 from dualform.errors import BadMemory, EmptyMemory, MemoryInUse, RecordingFailed
 from dualform.memory import files as memory_files
 from dualform.memory import writer
+from dualform.memory.arena import Staging
 from dualform.memory.disk import Disk, disk
 from dualform.memory.manifest import MANIFEST
+from dualform.recording.stretch import Stretch
 from faults import (
     COLUMNS,
     STEPS,
@@ -37,6 +39,7 @@ from faults import (
     Log,
     Stopped,
     batch,
+    compiled,
     contents,
     differences,
     distance,
@@ -54,17 +57,25 @@ FULL, READ_ONLY, BROKEN = ERRORS = [system_error(code) for code in (errno.ENOSPC
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is written: past the page cache or not; committed by hand, or from arenas every two steps."""
+    """How a run is written: past the page cache or not; committed by hand, or from arenas every two steps.
+
+    `compiled` runs are of fp32, and gathered as long ones are.
+    """
 
     direct: bool
     arenas: bool = False
+    compiled: bool = False
     rows: int = 5
     steps: int = 6
     commits: tuple[int, ...] = (2, 3, 5)
 
     @property
     def short(self) -> "Layout":
-        return dataclasses.replace(self, steps=4, commits=(2,))
+        return (
+            dataclasses.replace(self, steps=6, commits=(4,))
+            if self.compiled
+            else dataclasses.replace(self, steps=4, commits=(2,))
+        )
 
     def schedule(self, since: int = 0) -> list[int]:
         """The steps of every manifest of an undisturbed run: when it begins, at its commits and when it ends."""
@@ -90,14 +101,15 @@ class Layout:
         self.train(path, self.loaded(since), since, [], resume_at=since, on_error="raise")
 
     def loaded(self, step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return loaded(step, self.rows)
+        return loaded(step, self.rows, torch.float32 if self.compiled else torch.float64)
 
 
 DIRECT, CACHED, ARENAS = Layout(direct=True), Layout(direct=False), Layout(direct=True, arenas=True, rows=70)
+COMPILED = Layout(direct=True, compiled=True, rows=70, steps=9, commits=(4, 5, 8))
 
 
 def name_of(value: object) -> str | None:
-    names = {DIRECT: "direct", CACHED: "cached", ARENAS: "arenas"}
+    names = {DIRECT: "direct", CACHED: "cached", ARENAS: "arenas", COMPILED: "compiled"}
     return names.get(value) if isinstance(value, Layout) else None
 
 
@@ -115,6 +127,10 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Layout], None]:
         if layout.arenas:
             monkeypatch.setattr(memory_files, "LARGE", 4096)
             monkeypatch.setattr(writer, "COMMIT_BYTES", layout.rows * (6 + 8 + 8 + 4 + 4) * 8 + 1)  # beyond one step
+        if layout.compiled:
+            pytest.importorskip("numba")
+            monkeypatch.setattr(memory_files, "LARGE", 4096)
+            compiled(monkeypatch)
 
     return use
 
@@ -151,7 +167,9 @@ class Judge:
         memory = dualform.open(path)
         assert memory.steps == steps
         assert memory.verify().ok
-        assert distance(memory.weights(until=steps), steps, self._layout.rows) < 1e-12
+        assert distance(memory.weights(until=steps), steps, self._layout.rows) < (
+            1e-6 if self._layout.compiled else 1e-12
+        )
         if steps and not memory.certificate().exact:
             # A resumed run died before it had stored any weights of the step at which it went on.
             assert all("the run was cut" in row.reason for row in memory.certificate())
@@ -180,7 +198,22 @@ def some(log: Log, kind: str = "") -> list[int]:
     return [at for at in range(1, len(names) - 2) if at not in inner and names[at].startswith(kind)]
 
 
-@pytest.mark.parametrize("layout", [DIRECT, CACHED, ARENAS], ids=name_of)
+def test_a_compiled_run_is_gathered_as_long_ones_are(
+    tmp_path: Path, use: Callable[[Layout], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tests of such runs below would be of others."""
+    stretches: list[int] = []
+    arenas: list[bool] = []
+    judge, turn = Stretch.judge, Staging.turn
+    monkeypatch.setattr(Stretch, "judge", lambda self, swift: stretches.append(len(self.steps)) or judge(self, swift))
+    monkeypatch.setattr(Staging, "turn", lambda self: arenas.append(self.bytes > 0) or turn(self))
+    use(COMPILED)
+    COMPILED.begin(tmp_path / "run")
+    assert stretches == [3, 3]
+    assert arenas == [True] * 4
+
+
+@pytest.mark.parametrize("layout", [DIRECT, CACHED, ARENAS, COMPILED], ids=name_of)
 def test_whenever_the_process_dies_the_memory_is_its_last_commit(
     layout: Layout, tmp_path: Path, use: Callable[[Layout], None]
 ) -> None:
@@ -198,14 +231,14 @@ def test_whenever_the_process_dies_the_memory_is_its_last_commit(
             assert steps >= max((step for step in layout.commits if step < death.step), default=0)
 
 
-@pytest.mark.parametrize("layout", [DIRECT, CACHED, ARENAS], ids=name_of)
+@pytest.mark.parametrize("layout", [DIRECT, CACHED, ARENAS, COMPILED], ids=name_of)
 def test_whenever_a_resumed_run_dies_nothing_is_lost_that_it_kept(
     layout: Layout, tmp_path: Path, use: Callable[[Layout], None]
 ) -> None:
     use(layout)
     layout.begin(tmp_path / "run")
     judge = Judge(layout, tmp_path / "run")
-    since, made = 3 if layout.arenas else 4, list[int]()  # inside a segment
+    since, made = 3 if layout.arenas else 7 if layout.compiled else 4, list[int]()  # inside a segment
     with dying(tmp_path / "run", tmp_path / "deaths", made) as deaths:
         layout.train(tmp_path / "run", layout.loaded(since), since, made, resume_at=since, on_error="raise")
     cuts = max(death.manifests for death in deaths if death.step < 0)
@@ -239,6 +272,8 @@ DISTURBED = [
     (ARENAS, "fails once"),
     (ARENAS, "fails for ever"),
     (ARENAS, "has no memory once"),
+    (COMPILED, "fails once"),
+    (COMPILED, "fails for ever"),
 ]
 
 
