@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import re
 import statistics
@@ -23,6 +21,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 
 def ask(address: str, **parameters: Any) -> tuple[float, dict[str, Any]]:
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--clients", type=int, default=20)
     options = parser.parse_args()
-    print(f"machine: {os.cpu_count()} cores, {platform.machine()}")
+    print(f"machine: {machine()}")
     command = [sys.executable, "-u", "-m", "dualform", "serve", str(options.run), "--no-browser", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

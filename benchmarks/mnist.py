@@ -9,8 +9,6 @@ Prints every figure that the README and the docs quote for it, with the machine.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from machine import machine
 
 import dualform
 from dualform.experiments.recipes import recipe
@@ -105,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         figures = measure(options.out or Path(directory) / "run", options.steps, options.attend)
-    print(f"machine: {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}")
+    print(f"machine: {machine()}")
     print(f"{figures.steps:,} steps with recording in {figures.seconds:.0f} s")
     print(f"{figures.bytes / 1e9:.3f} GB in all, {figures.segments / 1e9:.3f} GB in segments/")
     print(f"test accuracy {100 * figures.accuracy:.2f} %")

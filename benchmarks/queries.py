@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines import ExactScan, FaissFlat, Found, Fp64Scan, TorchScan, TotalsScan, WithinScan
+from machine import processor
 from torch import Tensor, nn
 
 import dualform
@@ -616,9 +617,8 @@ def head(bench: Bench) -> None:
     for name in ("torch", "numpy", "numba", "faiss-cpu", "dualform"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    cpu = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     bench.found["head"] = {
-        "cpu": cpu.split(":")[-1].strip(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": bench.options.threads,
         "load": os.getloadavg()[0],
@@ -635,10 +635,6 @@ def head(bench: Bench) -> None:
     )
     print(f"numba: {'yes' if 'numba' in versions else 'no'}; faiss: {'yes' if 'faiss-cpu' in versions else 'no'}")
     print(f"memory: {bench.path}, {bench.memory.steps:,} steps; {bench.options.rounds} rounds, medians")
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def use_threads(count: int) -> None:

@@ -7,8 +7,10 @@ and then lets them take turns: a turn of the recorded one lasts from the end of 
 that it holds a whole commit and all steps for it, and lies between two turns of the plain one of as many steps. Its
 time a step is compared with theirs; the ratio is the median over all such turns of all rounds. The order of the ways
 alternates. Probe and checksums are on, and the memory is written to disk: past the page cache ("direct") and through it
-("fallback"). What is left to write at the end is waited for outside the clock, and reported as the time a closing run
-waits. Inputs are random: the time of a dense layer does not depend on them.
+("fallback"). What a run pays once is reported beside it: how much longer it takes to begin (starting and the steps up
+to the end of the first commit), and how long it waits at the end for what is left to write. The first run of a process
+also loads the compiled loops; that is a line of its own. Inputs are random: the time of a dense layer does not depend
+on them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import platform
 import shutil
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from machine import machine
 from torch import Tensor, nn
 
 import dualform
@@ -48,6 +50,7 @@ class Way:
     direct: bool
     seconds: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
+    begins: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     bytes: float = 0.0
 
@@ -118,12 +121,16 @@ def measure(way: Way, inputs: Tensor, labels: Tensor, size: int, cycles: int, pa
     plain, recorded = (Training(inputs, labels, size) for _ in range(2))
     warm_up = max(WARM_UP * 128 // size, 1)
     disk.direct = way.direct
+    plain.turn(warm_up)
+    start = time.perf_counter()
     # A recording that stopped would cost nothing.
     with dualform.record(recorded.model, recorded.optimizer, path, keep=way.keep, on_error="raise") as recorder:
         recorded.recorder = recorder
-        plain.turn(warm_up), recorded.turn(warm_up)
+        recorded.turn(warm_up)
         _, steps = recorded.cycle(path)
+        begin = time.perf_counter() - start
         before = plain.turn(steps)
+        way.begins.append(begin - before * recorded.steps)
         for _ in range(cycles):
             seconds, steps = recorded.cycle(path)
             after = plain.turn(steps)
@@ -147,10 +154,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where every number goes")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"machine: {arguments.threads} threads, {platform.machine()}, torch {torch.__version__}")
+    print(f"machine: {machine()}")
     print(f"{arguments.rounds} rounds of {arguments.cycles} commits, medians\n")
     inputs, labels = torch.rand(EXAMPLES, 784), torch.randint(10, (EXAMPLES,))
     results: dict[str, list[dict[str, object]]] = {}
+    first = 0.0
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     for size in arguments.batch:
@@ -160,18 +168,22 @@ def main() -> None:
                 for way in every if number % 2 == 0 else reversed(every):
                     measure(way, inputs, labels, size, arguments.cycles, Path(root) / "run")
         print(
-            f"batch {size:4d}            ms a step   plain    ratio   (middle half)     MB a step   wait at close, ms"
+            f"batch {size:4d}            ms a step   plain    ratio   (middle half)     MB a step   "
+            "once, ms: to begin   at close"
         )
         for way in every:
             each = way.ratios
             bound = BOUNDS[way.keep] if size == 128 and way.direct else None
-            own, plain, wait = (1e3 * statistics.median(of) for of in (way.seconds, way.plain, way.waits))
+            every_ms = (way.seconds, way.plain, way.begins, way.waits)
+            own, plain, begin, wait = (1e3 * statistics.median(of) for of in every_ms)
             print(
                 f"  {way.name:16s} {own:12.2f} {plain:7.2f} "
                 f"{statistics.median(each):8.3f}   ({each[len(each) // 4]:.3f} to {each[-1 - len(each) // 4]:.3f}) "
-                f"{way.bytes / 1e6:12.2f} {wait:12.0f}" + (f"  bound {bound:.2f}" if bound else "")
+                f"{way.bytes / 1e6:12.2f} {begin:21.0f} {wait:10.0f}" + (f"  bound {bound:.2f}" if bound else "")
             )
+        first = first or every[0].begins[0]
         results[str(size)] = [asdict(way) | {"ratio": statistics.median(way.ratios)} for way in every]
+    print(f"\nthe first recording of this process took {1e3 * first:.0f} ms more to begin")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 

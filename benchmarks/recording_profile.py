@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import platform
 import tempfile
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from machine import machine
 from torch import nn
 
 import dualform
@@ -118,7 +118,7 @@ def main() -> None:
             seconds = [(plain.go(10), recorded.go(10)) for _ in range(arguments.steps // 10)]
             parts = dict(spent)
     without, with_it = (1e3 * sum(column) / len(seconds) / 10 for column in zip(*seconds, strict=True))
-    print(f"machine: {torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}")
+    print(f"machine: {machine()}")
     print(f"plain {without:.2f} ms a step, recorded (keep={arguments.keep!r}, with clocks) {with_it:.2f} ms a step\n")
     for label, *_ in PARTS:
         each = 1e3 * parts.get(label, 0.0) / (10 * len(seconds))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import logging
 import random
 import shutil
 import sys
@@ -23,10 +24,13 @@ from dualform.memory import files as files_module
 from dualform.memory import mapped as mapped_module
 from dualform.memory.lock import LOCK
 from dualform.memory.manifest import MANIFEST, read_manifest
+from dualform.queries import best, groupfolds, search, sums
+from dualform.queries.groupfolds import group_folds
+from dualform.queries.index import index_of
 from dualform.queries.keyframes import Keyframes
 
-EXAMPLES, STEPS, LENGTH = 6, 8, 2  # a segment has two steps
-COLUMNS = {"label": torch.tensor([0, 1, 2, 0, 1, 2]), "name": ["a", "b", "ä", "b", "a", "c"]}
+EXAMPLES, STEPS, LENGTH = 18, 8, 2  # a segment has two steps
+COLUMNS = {"label": torch.arange(EXAMPLES) % 3, "name": 3 * ["a", "b", "ä", "b", "a", "c"]}
 X = torch.randn(EXAMPLES, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -39,6 +43,10 @@ def small_pieces() -> Iterator[None]:
             patch.setattr(module, "CHUNK", 1024)
         patch.setattr(files_module, "LARGE", 256)
         patch.setattr(Keyframes, "spacing", 4)
+        patch.setattr(groupfolds, "STRIDE", 1)
+        patch.setattr(best, "FEW", 1)
+        patch.setattr(search, "SEED", 4)
+        patch.setattr(sums, "SMALL", 0)
         patch.setattr("os.fsync", lambda handle: None)
         yield
 
@@ -83,7 +91,7 @@ def train(run: Run, until: int, resume_at: int | None = None, shift: int = 0, cl
     if resume_at is None:
         save()
     for step in range((resume_at or 0) + 1, until + 1):
-        ids = torch.randint(EXAMPLES, (7,), generator=torch.Generator().manual_seed(step + shift))
+        ids = torch.randint(EXAMPLES, (14,), generator=torch.Generator().manual_seed(step + shift))
         with recorder.batch(ids):
             F.cross_entropy(model(X[ids]), ids % 3).backward()
         optimizer.step()
@@ -101,10 +109,14 @@ def train(run: Run, until: int, resume_at: int | None = None, shift: int = 0, cl
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, small_pieces: None) -> Run:
-    """A closed run with columns and keyframes; not to be changed."""
+    """A closed run with columns and every derived part; not to be changed."""
     run = train(Run(tmp_path_factory.mktemp("damage") / "run"), STEPS)
-    dualform.open(run.path).weights()
-    assert len(files(run.path)) == 1 + 1 + 4 + 1 + 2 + len(list((run.path / "derived/keyframes").iterdir()))
+    assert None not in asked(run.path)
+    derived = [file.removeprefix("derived/") for file in files(run.path) if file.startswith("derived/")]
+    assert len(files(run.path)) == 1 + 1 + 4 + 1 + 2 + len(derived)
+    assert {file.partition("/")[0] for file in derived} == {"keyframes", "folds", "shadow", "sums"}
+    kinds = {Path(file).name.partition("w")[0] for file in derived if file.startswith("shadow/")}
+    assert kinds == {"", "bytes-", "examples-"}
     return run
 
 
@@ -131,7 +143,7 @@ def ranges(path: Path) -> dict[str, list[tuple[str, int, int]]]:
         if file == MANIFEST:
             found["manifest"] = [(file, 0, len(content))]
             continue
-        kind = file.split("/")[0].removesuffix(".safetensors")
+        kind = "/".join(file.split("/")[: 2 if file.startswith("derived/") else 1]).removesuffix(".safetensors")
         start = 8 + int.from_bytes(content[:8], "little")
         found.setdefault(f"{kind} header", []).append((file, 0, start))
         header = json.loads(content[8:start])
@@ -139,7 +151,8 @@ def ranges(path: Path) -> dict[str, list[tuple[str, int, int]]]:
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 part = name.split("/")[name.startswith(("w0/", "w1/"))]
-                found.setdefault(f"{kind} {part}", []).append((file, start + begin, start + end))
+                if begin < end:
+                    found.setdefault(f"{kind} {part}", []).append((file, start + begin, start + end))
     return found
 
 
@@ -158,9 +171,13 @@ def flips(path: Path, count: int) -> list[tuple[str, int, int]]:
     result = []
     for number in range(count):
         places = kinds[sorted(kinds)[number % len(kinds)]]
-        file, begin, end = chosen.choice([place for place in places if place[1] < place[2]])
+        file, begin, end = chosen.choice(places)
         result.append((file, chosen.randrange(begin, end), chosen.randrange(8)))
     return result
+
+
+SHADOW = {"header", "padding", "numbers", "scale", "norms", "basis", "level0", "level1", "level2", "fine", "front"}
+SHADOW |= {"first", "bytes", "scales", "errors"}  # of keys in bytes
 
 
 def test_every_kind_of_byte_is_tried(original: Run) -> None:
@@ -168,7 +185,11 @@ def test_every_kind_of_byte_is_tried(original: Run) -> None:
     expected = {f"segments {part}" for part in (*parts, "hashes", "padding")}
     expected |= {f"initial {part}" for part in ("header", "parameter", "probe", "sketch")}
     expected |= {"manifest", "final header", "final parameter", "examples header", "examples values"}
-    expected |= {f"derived {part}" for part in ("header", "weight", "velocity")}
+    expected |= {
+        f"derived/{kind} {part}" for kind in ("keyframes", "folds") for part in ("header", "weight", "velocity")
+    }
+    expected |= {f"derived/sums {part}" for part in ("header", "sums", "counts")}
+    expected |= {f"derived/shadow {part}" for part in SHADOW}
     assert set(ranges(original.path)) == expected
 
 
@@ -227,6 +248,20 @@ def column(memory: dualform.Memory, name: str) -> Any:
     return found.values.tolist(), found.categories
 
 
+def best_examples(memory: dualform.Memory) -> Any:
+    found = memory.attend(None, {"2": torch.ones(1, 5)})["2"].top(1, by="example")
+    return [list(groups) for groups in found.groups], found.scores.tolist()
+
+
+def without_a_group(memory: dualform.Memory, step: int) -> Any:
+    parts = group_folds(memory, memory.folds, ("label",)).without([0], step)
+    return {name: part.tolist() for name, part in parts.items()}
+
+
+def keys_in_bytes(memory: dualform.Memory) -> Any:
+    return [{name: t.tolist() for name, t in part.tensors().items()} for part in index_of(memory).coarse(0)]
+
+
 QUESTIONS: list[Answer] = [
     lambda memory: weights(memory, 1),
     lambda memory: weights(memory, 5),
@@ -236,6 +271,10 @@ QUESTIONS: list[Answer] = [
     lambda memory: column(memory, "label"),
     lambda memory: column(memory, "name"),
     lambda memory: repr(memory.certificate()),
+    best_examples,
+    lambda memory: without_a_group(memory, 5),
+    lambda memory: without_a_group(memory, STEPS),
+    keys_in_bytes,
 ]
 
 
@@ -256,13 +295,16 @@ def test_no_flipped_bit_becomes_a_wrong_answer(run: Run, caplog: pytest.LogCaptu
     before = contents(run.path)
     right = asked(run.path)
     told = 0
-    for file, at, bit in flips(run.path, 100):
+    caplog.set_level(logging.INFO, "dualform")
+    for file, at, bit in flips(run.path, 200):
         flip(run.path / file, at, bit)
+        caplog.clear()
         found = asked(run.path, BadMemory if file == MANIFEST else DamagedMemory)
         assert all(one in (None, truth) for one, truth in zip(found, right, strict=True)), (file, at, bit)
         told += None in found
         if file.startswith("derived/"):
             assert None not in found
+            assert f"{run.path / file} is damaged and made anew" in caplog.text
         (run.path / file).write_bytes(before[file])
     assert told > 50
     assert contents(run.path) == before
