@@ -185,10 +185,9 @@ def test_every_kind_of_byte_is_tried(original: Run) -> None:
     expected = {f"segments {part}" for part in (*parts, "hashes", "padding")}
     expected |= {f"initial {part}" for part in ("header", "parameter", "probe", "sketch")}
     expected |= {"manifest", "final header", "final parameter", "examples header", "examples values"}
-    expected |= {
-        f"derived/{kind} {part}" for kind in ("keyframes", "folds") for part in ("header", "weight", "velocity")
-    }
-    expected |= {f"derived/sums {part}" for part in ("header", "sums", "counts")}
+    states = ("header", "weight", "velocity")
+    expected |= {f"derived/{kind} {part}" for kind in ("keyframes", "folds") for part in states}
+    expected |= {f"derived/sums {part}" for part in ("header", "sums", "counts", "padding")} | {"derived/folds padding"}
     expected |= {f"derived/shadow {part}" for part in SHADOW}
     assert set(ranges(original.path)) == expected
 
