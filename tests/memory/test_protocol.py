@@ -525,6 +525,8 @@ def test_a_forked_child_disturbs_nothing_and_does_not_keep_the_lock(tmp_path: Pa
 
     def child() -> None:
         list(trained(*run, recorder, since=3, commits=(4, 5)))
+        with recorder.batch(torch.arange(3)):  # of which nothing is told here either
+            run[0](torch.ones(2, 6, dtype=torch.float64))
         recorder.close()
         os.read(waits, 1)
 

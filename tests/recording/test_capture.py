@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dualform
+from dualform.errors import BadCall
 from dualform.memory import writer
+from faults import compiled
 from small import batch, network, run
 
 
@@ -427,3 +430,145 @@ def test_a_layer_to_which_nothing_flows_back_has_no_events(tmp_path: Path) -> No
     memory = dualform.open(tmp_path / "run")
     assert memory.certificate().exact
     assert [sum(segment.events[at] for segment in memory.manifest.segments) for at in (0, 1)] == [0, 15]
+
+
+def give_back(tensor: Tensor, *_: Any) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("way", ["by torch", "compiled"])
+def test_an_input_whose_memory_is_given_back_is_told_and_then_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """As where activations are offloaded or made again: read by its address, it would end the process."""
+    if way == "compiled":
+        compiled(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 7):
+            ids, x, y = batch(step, dtype=torch.float32)
+            with recorder.batch(ids):
+                hidden = torch.relu(model[0](x)) + 0  # whose last reader is the backward pass of the next layer
+                output = model[2](torch.relu(model[1](hidden)))
+                given = model[1].weight.register_post_accumulate_grad_hook(partial(give_back, hidden))
+                if step < 3:
+                    given.remove()
+                F.cross_entropy(output, y).backward()
+                given.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = dualform.open(tmp_path / "run")
+    assert caplog.text.count("1: the memory of its input or its gradient was given back") == 1
+    assert memory.steps == 6
+    assert [step for step, *_ in events(memory, 1)] == [1] * 5 + [2] * 5 + [4] * 5 + [5] * 5 + [6] * 5
+    assert [step for step, *_ in events(memory, 0)] == [step for step in range(1, 7) for _ in range(5)]
+    assert [(f.parameter, f.step, f.count) for f in memory.manifest.findings] == [("1.weight", 3, 1), ("1.bias", 3, 1)]
+
+
+def test_inference_tensors_are_recorded_as_inputs(tmp_path: Path) -> None:
+    """They keep no version; features of a frozen model may be such, where only a bias is trained on them."""
+    model = network()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 4):
+            ids, x, y = batch(step)
+            with torch.inference_mode():
+                x = x * 1
+            with recorder.batch(ids):
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = dualform.open(tmp_path / "run")
+    assert memory.certificate().exact
+    keys = torch.cat([block.keys for block in memory.blocks(0, 3)])
+    assert keys.equal(torch.cat([batch(step)[1] for step in (1, 2, 3)]))
+
+
+def test_a_layer_called_beside_a_vmap_is_recorded(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 4):
+            ids, x, y = batch(step)
+            with recorder.batch(ids):
+                scaled = torch.vmap(lambda a, x=x, y=y: a * F.cross_entropy(model(x), y))
+                scaled(torch.tensor([0.2, 0.3])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = dualform.open(tmp_path / "run")
+    assert len(events(memory)) == 15
+    assert memory.certificate().exact
+
+
+def test_weights_used_past_their_modules_leave_nothing_behind(tmp_path: Path) -> None:
+    """And what they took is not taken for events of a pass that follows."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(1, 4):
+            ids, x, y = batch(step)
+            hidden = torch.relu(F.linear(x, model[0].weight, model[0].bias))
+            F.cross_entropy(F.linear(hidden, model[2].weight, model[2].bias), y).backward()
+            with recorder.batch(ids):
+                torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+            F.linear(x, model[0].weight, model[0].bias).square().mean().backward()
+            assert recorder._capture._accumulated
+            optimizer.step()
+            optimizer.zero_grad()
+            assert recorder._capture._accumulated == []
+    assert events(dualform.open(tmp_path / "run")) == []
+
+
+def test_a_hook_that_is_there_before_ours_stays(tmp_path: Path) -> None:
+    """One that is registered for all modules comes before those of a module."""
+    model, seen = network(), []
+
+    def first(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: seen.append(gradient.shape))
+
+    handle = nn.modules.module.register_module_forward_hook(first)
+    try:
+        _, memory = run(tmp_path / "run", model, steps=3)
+    finally:
+        handle.remove()
+    assert len(seen) == 12  # of three layers and the model
+    assert memory.certificate().exact
+
+
+def test_an_interrupt_as_a_batch_begins_is_not_in_the_way_of_the_next(
+    tmp_path: Path,
+) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        recorder._capture.batch = recorder.batch(batch(1)[0])  # as such an interrupt leaves it
+        with pytest.raises(BadCall, match="already open"), recorder.batch(batch(1)[0]):
+            pass
+        ids, x, y = batch(1)
+        with recorder.batch(ids):
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert dualform.open(tmp_path / "run").certificate().exact
+
+
+def test_steps_that_wait_are_bounded_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows gather in no arena."""
+    compiled(monkeypatch, room=20_000)
+    monkeypatch.setattr(writer, "LARGEST_ARENA", 0)
+    model = network(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    most = 0
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 200):
+            ids, x, y = batch(step, dtype=torch.float32)
+            with recorder.batch(ids):
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            most = max(most, len(recorder._stepping._pending))
+    assert 1 < most * 5 * (6 + 8 + 8 + 4) * 4 <= 20_000
+    assert dualform.open(tmp_path / "run").certificate().exact

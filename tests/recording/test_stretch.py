@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dualform
+from dualform.errors import BadIds
 from dualform.memory import writer
 from dualform.memory.ledger import Ledger
 from dualform.recording import routine, stepping, stretch, swift
@@ -190,11 +192,37 @@ def alternating(model: nn.Module, optimizer: Any, recorder: Recorder, step: int)
     one(model, recorder, step, 3 + step % 3)
 
 
+def strided(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """Inputs that do not lie row by row."""
+    ids, x, y = batch(step, dtype=torch.float32)
+    if step % 20 == 19:
+        x = torch.stack([x, x + 5], dim=2)[:, :, 0] if step % 40 == 19 else x.t().contiguous().t()
+    with recorder.batch(ids):
+        F.cross_entropy(model(x), y).backward()
+
+
+def expanded(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """Gradients that are one number for all."""
+    ids, x, y = batch(step, dtype=torch.float32)
+    with recorder.batch(ids):
+        outputs = model[:3](x)  # type: ignore[index]
+        (0.1 * outputs.sum() if step % 20 == 19 else F.cross_entropy(outputs, y)).backward()
+
+
+def transposed(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+    """The gradient of a weight comes to lie column by column."""
+    one(model, recorder, step)
+    if step % 20 == 19:
+        weight = model[0].weight  # type: ignore[index]
+        weight.grad = weight.grad.t().contiguous().t()
+
+
 Loop = Callable[[nn.Module, Any, Recorder, int], None]
 LOOPS: list[Loop] = [
     plain, clipped, accumulated, sometimes_accumulated, short_batches, without_ids, positions, frozen_for_a_while,
     backward_twice, noisy, spoiled, schedules, commits, same_twice, called_twice, emptied, beside_func, others_replaced,
-    turned, two_batches, ids_of_some_layers, looks_aside, alternating,
+    turned, two_batches, ids_of_some_layers, looks_aside, alternating, strided,
+    expanded, transposed,
 ]  # fmt: skip
 
 
@@ -286,6 +314,66 @@ def test_the_compiled_way_makes_the_same_memory(
     assert ours.certificate().exact == theirs.certificate().exact
     if loop in (plain, clipped, schedules, without_ids, positions, same_twice):
         assert stepping.AT_A_TIME in judged, "calm steps are judged in stretches"
+
+
+def test_a_stretch_has_sixty_four_steps_from_the_first_one_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: list[int]
+) -> None:
+    compiled(monkeypatch)
+    monkeypatch.setattr(writer, "COMMIT_BYTES", 256 << 10)
+    for module in (stepping, routine):
+        monkeypatch.setattr(module, "AT_A_TIME", 64)
+    _, memory = record(tmp_path / "run", plain)
+    assert judged[0] == 64 and sum(judged) == STEPS - stepping.CALM
+    assert memory.certificate().exact
+
+
+class Swapping(nn.Module):
+    """Two layers of one shape that change places now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.calls = nn.Linear(6, 6), nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        first, second = (self.one, self.two) if self.calls % 20 else (self.two, self.one)
+        return second(torch.relu(first(x)))
+
+
+def test_layers_of_one_shape_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(monkeypatch)
+    model = Swapping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, STEPS + 1):
+            one(model, recorder, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert dualform.open(tmp_path / "run").certificate().exact
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_ids_that_fit_no_layer_are_told_in_the_midst_of_stretches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Also where the batch was entered before, and fitted then."""
+    compiled(monkeypatch)
+    model = network(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 60):
+            one(model, recorder, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        ids, x, y = batch(60, dtype=torch.float32)
+        given = recorder.batch(ids)
+        if again:
+            with given:
+                F.cross_entropy(model(x), y).backward()
+        with pytest.raises(BadIds, match="fit no recorded layer"), given:
+            model(x[:3]).sum().backward()
 
 
 def test_a_stretch_is_as_long_as_there_is_room_for_its_results(
@@ -444,6 +532,61 @@ def test_a_failed_step_keeps_its_events_through_commits(tmp_path: Path, monkeypa
     assert sum(segment.events[0] for segment in memory.manifest.segments) == 5 * STEPS
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("where", ["of", "judge", "rows"])
+def test_an_interrupt_while_steps_are_worked_out_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, again: bool
+) -> None:
+    """Whether the run ends there, or goes on."""
+    compiled(monkeypatch)
+    _, theirs = record(tmp_path / "whole", plain)
+    made: list[int] = []
+
+    def interrupted(model: nn.Module, optimizer: Any, recorder: Recorder, step: int) -> None:
+        one(model, recorder, step)
+        made.append(step)
+
+    def train(recorder: Recorder, model: nn.Module, optimizer: Any) -> None:
+        while len(made) < STEPS:
+            interrupted(model, optimizer, recorder, len(made) + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    our_model = network(dtype=torch.float32).append(nn.LayerNorm(4))
+    groups = [{"params": our_model[0].parameters()}, {"params": our_model[2:].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    with suppress(KeyboardInterrupt), dualform.record(our_model, optimizer, tmp_path / "run") as recorder:
+        while len(made) < 90:
+            interrupted(our_model, optimizer, recorder, len(made) + 1)
+            try:
+                if len(made) > 60 and not again:
+                    optimizer.step()
+                else:
+                    with monkeypatch.context() as patch:
+                        if len(made) > 60:
+                            patch.setattr(stretch.Stretch, where, interrupt)
+                        optimizer.step()
+            except KeyboardInterrupt:
+                pass
+            optimizer.zero_grad()
+        with monkeypatch.context() as patch:
+            patch.setattr(stretch.Stretch, where, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                recorder.commit()
+        if again:
+            train(recorder, our_model, optimizer)
+        else:
+            raise KeyboardInterrupt
+    ours = dualform.open(tmp_path / "run")
+    assert ours.manifest.failure is None
+    assert ours.certificate().exact
+    assert ours.steps == (STEPS if again else 90)
+    for name in ("keys", "gradients", "examples", "steps"):
+        mine = torch.cat([getattr(block, name) for block in ours.blocks(0, ours.steps)])
+        other = torch.cat([getattr(block, name) for block in theirs.blocks(0, ours.steps)])
+        assert torch.equal(mine, other), name
+
+
 def test_steps_that_an_interrupt_lost_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = network(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -459,7 +602,7 @@ def test_steps_that_an_interrupt_lost_are_not_committed(tmp_path: Path, monkeypa
             optimizer.step()
             optimizer.zero_grad()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stepping.Stepping, "_together", interrupt)
+            patch.setattr(writer.Writer, "append", interrupt)
             recorder.commit()
         recorder.commit()
     memory = dualform.open(tmp_path / "run")

@@ -30,6 +30,11 @@ Stored = tuple[Tensor, Numbers, Numbers, Numbers]
 """Keys that are stored, and of each the example, the position and the number."""
 
 
+def is_hashed(width: int, dtype: torch.dtype) -> bool:
+    """Whether the recorder's loops hash keys of this kind while they copy them."""
+    return dtype is torch.float32 and 4 * width >= SHORTEST
+
+
 class Ledger:
     """Numbers the stored keys of one weight."""
 

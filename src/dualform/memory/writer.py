@@ -24,7 +24,7 @@ from dualform.memory.blocksums import BlockSums
 from dualform.memory.directory import SEGMENT, next_segment
 from dualform.memory.files import FINAL, Tensors, write_tensors
 from dualform.memory.journal import Call, StepRows
-from dualform.memory.ledger import Ledger
+from dualform.memory.ledger import Ledger, is_hashed
 from dualform.memory.manifest import Finding, Manifest, SegmentRecord, write_manifest
 from dualform.memory.segment import Entries, segment_tensors
 
@@ -87,12 +87,12 @@ class Writer:
             self._settle()
         self.staging.wait()
         gathered, first = self._gathered, self._steps + 1
-        self._steps += len(rows)
         gathered.rows.append(rows)
         gathered.steps += len(rows)
         for weight, calls in rows.calls.items():
             gathered.calls.setdefault(weight, []).extend((first, call) for call in calls)
             gathered.bytes += sum(call.bytes for call in calls)
+        self._steps += len(rows)  # at last: it tells a part that an interrupt cut off
         if not self.staging.ready and gathered.bytes >= COMMIT_BYTES // 32:
             self._make_arenas()  # a run that small needs none
 
@@ -107,7 +107,7 @@ class Writer:
                 if tensors:
                     rows = int(sum(len(tensor) for tensor in tensors) * share) + 1
                     shapes[f"w{weight}/{part}"] = Shape(rows, tensors[0].shape[1], tensors[0].dtype)
-                    if part == "keys":
+                    if part == "keys" and is_hashed(tensors[0].shape[1], tensors[0].dtype):
                         shapes[f"w{weight}/hashes"] = Shape(rows, 2, torch.int64)
         if sum(shape.bytes for shape in shapes.values()) <= LARGEST_ARENA:
             self.staging.make(shapes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -31,7 +32,7 @@ from dualform.recording.backward import Backward
 from dualform.recording.calls import Forward, Known
 from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
 from dualform.recording.plain import run_plain
-from dualform.recording.routine import Rows, Taking
+from dualform.recording.routine import Rows, Taking, is_gone
 from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
@@ -87,6 +88,7 @@ class Capture:
         self._by_parameter = {id(target.parameter): target for target in targets.parameters}
         self._parameters = [target.parameter for target in targets.parameters]
         self._order = 0
+        self.pid = os.getpid()  # a forked child records nothing
         self.backwards = 0
         self.open: dict[int, Backward] = {}  # the backward passes that are going on
         self._ended_since: list[Backward] = []
@@ -124,15 +126,22 @@ class Capture:
         # Between two large products the interpreter itself has left the cache, and every line is slow: so here and in
         # the gradient's hook the least possible, and the rest for all layers at once when the backward pass has ended.
         try:
-            if not isinstance(output, Tensor) or not output.requires_grad or maybe_current_level() is not None:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            if maybe_current_level() is not None and _is_wrapped(output):
                 return
             stored = args[0] if args else kwargs.get("input")
             if not isinstance(stored, Tensor) or not (use.weight.parameter.requires_grad or use.trained):
                 return
             if use.copy_at_forward:
                 stored = stored.detach().clone().requires_grad_(stored.requires_grad)
+            try:
+                version = stored._version
+            except RuntimeError:  # an inference tensor keeps no count of its changes
+                stored = stored.clone()
+                version = stored._version
             batch = self.batch
-            forward = self._order, use, stored, stored._version, batch
+            forward = self._order, use, stored, version, batch
             self._order += 1
             if batch is not None:
                 batch.inputs.append((use, stored.shape))
@@ -205,9 +214,13 @@ class Capture:
 
     def _take_in(self, backward: Backward) -> None:
         """Copy the keys and gradients that have arrived, and sketch what they put into the parameters."""
-        # Within a vectorised Jacobian nothing accumulates.
-        waiting = [(forward, gradient) for forward, gradient in backward.waiting if not _is_wrapped(gradient)]
-        rows = [self._rows(forward, gradient) for forward, gradient in waiting]
+        waiting: list[tuple[Forward, Tensor]] = []
+        rows: list[Rows] = []
+        for one in backward.waiting:
+            # Within a vectorised Jacobian nothing accumulates.
+            if not _is_wrapped(one[1]) and (found := self._rows(*one)) is not None:
+                waiting.append(one)
+                rows.append(found)
         backward.waiting.clear()
         backward.bytes = 0
         if rows and not self._by_routine(backward, waiting, rows):
@@ -243,9 +256,17 @@ class Capture:
             backward.arrived += copied.routine.arrived(copied, self.numbers)
         backward.copied.clear()
 
-    def _rows(self, forward: Forward, gradient: Tensor) -> Rows:
+    def _rows(self, forward: Forward, gradient: Tensor) -> Rows | None:
         _, use, stored, version, _ = forward
         use.weight.check_shape()
+        if is_gone(stored) or is_gone(gradient):
+            use.copy_at_forward = True
+            self._tell(
+                f"gone {use.map}",
+                f"{use.map}: the memory of its input or its gradient was given back within the backward pass, "
+                "so the events of that pass are lost; from now on its input is copied at forward",
+            )
+            return None
         if stored._version != version and not use.copy_at_forward:
             use.copy_at_forward = True
             self._tell(
@@ -330,6 +351,11 @@ class Capture:
             waiting += backward.arrived
         for row in dict.fromkeys(waiting):
             row.move_out()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything of backward passes that did not end, or went through none of our layers."""
+        return bool(self.open or self._accumulated)
 
     def forget_unfinished(self) -> None:
         """Drop what arrived in backward passes that never ended (an exception inside them)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,9 @@ class Batch:
 
     def __enter__(self) -> None:
         if self._capture.batch is not None:
+            self._capture.batch = None  # one that an interrupt kept from being left must not be in the way for ever
             raise BadCall("recorder.batch(…) is already open; leave it before the next batch.")
+        self.fitted = False
         self._capture.batch = self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -64,7 +67,7 @@ class Batch:
         if self._capture.open:
             self._capture.forget_unfinished()
         inputs, self.inputs = self.inputs, []
-        if not inputs or self.fitted or kind is not None:
+        if not inputs or self.fitted or kind is not None or os.getpid() != self._capture.pid:
             return
         shapes = [use.kind.leading(shape) for use, shape in inputs]
         if not any(self.fit(leading) for leading in shapes):

@@ -254,11 +254,12 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._stepping.linear[index] and is_nested(optimizer):
             return None
-        self._between_steps = False
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._stepping.prepare(index)
+            self._between_steps = False
             return None
+        self._between_steps = False
 
         def probed() -> Any:
             # The gradients that the step uses exist only after the closure has run.
@@ -274,12 +275,13 @@ class Recorder:
         assert self._writer is not None
         if not self._stepping.linear[index] and is_nested(optimizer):
             return
-        if self._capture.open:
+        if self._capture.unfinished:
             self._capture.forget_unfinished()
         self._stepping.finish(index, self._targets.others())
+        self._between_steps = True  # an interrupt from here on loses no step
+        self._stepping.flush_when_due()
         if not self._estimated:
             self._estimate()
-        self._between_steps = True
         if self._writer.due(self._stepping.steps):
             run_plain(self._commit, False)
 

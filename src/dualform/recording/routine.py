@@ -20,7 +20,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dualform.memory.arena import Arena, Room, Shape, held
-from dualform.memory.ledger import SHORTEST
+from dualform.memory.ledger import is_hashed
 from dualform.memory.slab import pages
 from dualform.recording.calls import Forward, Known
 from dualform.recording.ids import Batch, Numbers
@@ -58,6 +58,11 @@ T = TypeVar("T")
 # What tensors are like, asked for at once.
 _input_like = attrgetter("_version", "shape", "requires_grad", "dtype")
 _gradient_like = attrgetter("shape", "dtype", "is_cpu")
+
+
+def is_gone(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as some do with an input once its layer's own pass is over."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 < tensor.numel()
 
 
 class Ring:
@@ -132,8 +137,12 @@ class Copied(NamedTuple):
     @property
     def calls(self) -> list[Known]:
         """What is known of every call: all but order and batch is what the routine is for."""
-        inputs = self.routine.inputs
-        return [Known(order, *one, batch) for one, (order, batch) in zip(inputs, self.orders, strict=True)]
+        return [self.call(at) for at in range(len(self.orders))]
+
+    def call(self, at: int) -> Known:
+        """What is known of one of them."""
+        order, batch = self.orders[at]
+        return Known(order, *self.routine.inputs[at], batch)
 
 
 class Taking:
@@ -166,7 +175,7 @@ class Taking:
             if values:
                 self._want(GRADIENTS_TO, len(jobs), use.streams[1], Shape(events, outputs, torch.float32))
             # Keys that may come again will be looked up by their hashes: now they are in the cache.
-            self._hashed.append(fixed and 4 * width >= SHORTEST)
+            self._hashed.append(fixed and is_hashed(width, torch.float32))
             if self._hashed[-1]:
                 self._want(HASHES_TO, len(jobs), use.streams[2], Shape(events, 2, torch.int64))
             jobs += job
@@ -209,6 +218,8 @@ class Taking:
                     or _gradient_like(gradient) != (of_gradient, torch.float32, True)  # and so is the input
                     or not stored.is_contiguous()
                     or not gradient.is_contiguous()
+                    or is_gone(stored)
+                    or is_gone(gradient)
                 ):
                     return None
                 numbers[at + MATRIX], numbers[at + GRADIENTS] = stored.data_ptr(), gradient.data_ptr()
@@ -221,7 +232,8 @@ class Taking:
     def matches(self, waiting: Waiting, rows: Sequence[Rows]) -> bool:
         """Whether the routine is for rows like these."""
         shapes = [(keys.shape, gradients.shape) for keys, gradients in rows]
-        return shapes == self._shapes and [Known.of(forward)[1:4] for forward, _ in waiting] == self.inputs
+        calls = (Known.of(forward) for forward, _ in waiting)
+        return shapes == self._shapes and [(call.use, call.shape, call.fixed) for call in calls] == self.inputs
 
     def take_rows(self, waiting: Waiting, rows: Sequence[Rows], arena: Arena) -> Copied | None:
         """The same of rows that were made of what has arrived, and which it is for."""

@@ -210,9 +210,12 @@ class Stepping:
         found = None if stretch is None else stretch.judge(self._targets.swift)
         if stretch is None or found is None:
             return False
+        first = self._capture.backwards
+        rows = stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab)
         self._calm += len(steps)
-        first, self._capture.backwards = self._capture.backwards, self._capture.backwards + len(steps)
-        self._emit(stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab))
+        self._capture.backwards = first + len(steps)
+        self._pending = []  # until here an interrupt leaves the steps to the next time
+        self._emit(rows)
         for at, target in enumerate(stretch.targets):
             gradients = stretch.gradients(at)
             self._previous[target] = gradients[-1].copy()
@@ -230,7 +233,10 @@ class Stepping:
         for target, _ in step.seen:
             self._watches[target].version = target.parameter._version
         self._pending.append(step)
-        if step.fits is not None or len(self._pending) >= self._at_a_time:
+
+    def flush_when_due(self) -> None:
+        """Judge the steps that wait, where the last of them does not wait itself or there are enough."""
+        if self._pending and (self._pending[-1].fits is not None or len(self._pending) >= self._at_a_time):
             self.flush()
 
     def catch_up(self, check: bool = True) -> None:
@@ -246,9 +252,10 @@ class Stepping:
         run_plain(self._flush, True)
 
     def _flush(self, check: bool) -> None:
-        pending, self._pending = self._pending, []
+        pending = self._pending
         together = self._together(pending)
         if not together:
+            self._pending = []
             for step in pending:
                 if step.fits is None:
                     self._read(step)
@@ -258,7 +265,7 @@ class Stepping:
                 self._emit(self._row(step, step.fits))
         rings = [*(one.ring for one in self._capture.routines), *(one.ring for one in self._routines.values())]
         self._at_a_time = min([AT_A_TIME, *(ring.rows for ring in rings)])
-        if len(pending) > 1:  # the next ones are gathered anew
+        if len(pending) > 1 or self._calm == CALM:  # the next ones are gathered anew
             for ring in rings:
                 ring.begin()
         # Steps that were judged together treat the same parameters.

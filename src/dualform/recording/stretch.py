@@ -148,9 +148,7 @@ class Stretch:
             zip(routine.inputs, routine.each(spans), strict=True)
         ):
             # Layers whose inputs have the same leading dimensions have the same examples, batch by batch.
-            calls = [
-                Known(order, use, shape, fixed, batch) for order, batch in (one.orders[number] for one in self.copied)
-            ]
+            calls = [one.call(number) for one in self.copied]
             of = *use.kind.leading(shape), *[id(call.batch) for call in calls]
             examples, positions = shared.get(of) or _numbered(map(numbers, calls), slab)
             if not (examples == NO_EXAMPLE).any():  # else every layer is told of

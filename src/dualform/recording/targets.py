@@ -47,7 +47,6 @@ class Arrived:
     fixed: bool
     sketch: Tensor | Float[np.ndarray, "five dim_out"] | None = None
     sizes: tuple[float, float] | None = None
-    finite: bool = False
     stored: bool = False
 
     @property
@@ -104,7 +103,7 @@ class Arrived:
     def nonfinite(self) -> int:
         """How many of the events hold a NaN or an infinity."""
         # A NaN or an infinity anywhere in the rows reaches their sketch.
-        if self.finite or np.isfinite(self.vectors[0]).all():
+        if np.isfinite(self.vectors[0]).all():
             return 0
         bad = ~self.keys.isfinite().all(dim=1)
         if self.gradients is not None:
