@@ -32,7 +32,7 @@ from dualform.recording.backward import Backward
 from dualform.recording.calls import Forward, Known
 from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
 from dualform.recording.plain import run_plain
-from dualform.recording.routine import Rows, Taking, is_gone
+from dualform.recording.routine import Rows, Taking
 from dualform.recording.targets import Arrived, Pass, Target, Targets, Use
 
 WAITING = 256 << 20  # bytes of gradients that may wait for the end of their backward pass
@@ -259,7 +259,7 @@ class Capture:
     def _rows(self, forward: Forward, gradient: Tensor) -> Rows | None:
         _, use, stored, version, _ = forward
         use.weight.check_shape()
-        if is_gone(stored) or is_gone(gradient):
+        if _is_gone(stored) or _is_gone(gradient):
             use.copy_at_forward = True
             self._tell(
                 f"gone {use.map}",
@@ -379,3 +379,10 @@ def _product(output: Tensor) -> Tensor:
 def _is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor lives inside a vmap or a torch.func.grad, where nothing ever accumulates into a parameter."""
     return bool(is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor) or is_gradtrackingtensor(tensor))
+
+
+def _is_gone(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back, as some do with an input once its layer's own pass is over."""
+    if tensor.layout is not torch.strided or not tensor.numel() or _is_wrapped(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == 0

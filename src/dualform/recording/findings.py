@@ -25,7 +25,7 @@ def what_was_found(reading: Reading, fit: Fit, step: int, late: bool) -> tuple[s
     if not reading.passes:
         reason = (
             f"there was a gradient at step {step}, but no event: the weight was used past its module "
-            "(a functional call, a compiled or fused module, a gradient set by hand)"
+            "(a functional call, a compiled or fused module, a gradient set by hand, an input that was freed)"
         )
         return "no events", reason, step - 1, step
     share = f"{fit.remainder:.2g} of the gradient at step {step} was not made by the recorded events"

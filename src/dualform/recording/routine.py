@@ -60,11 +60,6 @@ _input_like = attrgetter("_version", "shape", "requires_grad", "dtype")
 _gradient_like = attrgetter("shape", "dtype", "is_cpu")
 
 
-def is_gone(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor was given back, as some do with an input once its layer's own pass is over."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 < tensor.numel()
-
-
 class Ring:
     """Room for the results of some steps, one below the other, so that they can be looked at together."""
 
@@ -218,11 +213,12 @@ class Taking:
                     or _gradient_like(gradient) != (of_gradient, torch.float32, True)  # and so is the input
                     or not stored.is_contiguous()
                     or not gradient.is_contiguous()
-                    or is_gone(stored)
-                    or is_gone(gradient)
                 ):
                     return None
-                numbers[at + MATRIX], numbers[at + GRADIENTS] = stored.data_ptr(), gradient.data_ptr()
+                rows_at, gradients_at = stored.data_ptr(), gradient.data_ptr()
+                if rows_at == 4 * stored.storage_offset() or gradients_at == 4 * gradient.storage_offset():
+                    return None  # their memory was given back
+                numbers[at + MATRIX], numbers[at + GRADIENTS] = rows_at, gradients_at
                 orders.append((order, batch))
                 at += FIELDS
         except RuntimeError:  # a tensor that does not lie in memory: sparse, or inside a vmap
