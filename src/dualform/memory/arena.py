@@ -126,7 +126,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
-        self._outside = 0
+        self.outside = 0  # bytes so far that no arena had room for
         self.arena: Arena | None = None  # the one being filled, where rows of the CPU go
         self._from_gpu = False
         self._side: torch.cuda.Stream | None = None
@@ -138,8 +138,8 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """What is held in the arena now being filled, and beside it, since it is being filled."""
-        return self._outside + (self._arenas[0].bytes if self._arenas else 0)
+        """What is held in the arena now being filled."""
+        return self._arenas[0].bytes if self._arenas else 0
 
     def make(self, shapes: Mapping[str, Shape]) -> None:
         """Make both arenas, once it is known what a step needs."""
@@ -156,7 +156,7 @@ class Staging:
         return self._hold_outside(rows) if held is None else held
 
     def _hold_outside(self, rows: Tensor) -> Tensor:
-        self._outside += rows.nbytes
+        self.outside += rows.nbytes
         return rows.to("cpu", copy=True).contiguous()
 
     def _hold_from_gpu(self, stream: str, rows: Tensor) -> Tensor:  # not run on a GPU here
@@ -175,7 +175,6 @@ class Staging:
 
     def turn(self) -> BlockSums | None:
         """Fill the other arena from now on; what it held before must be written. The sums of the one to be written."""
-        self._outside = 0
         if not self._arenas:
             return None
         self._arenas.reverse()

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dualform.errors import RecordingFailed
 from dualform.fast import work_alone
 from dualform.memory.arena import Shape, Staging
 from dualform.memory.blocksums import BlockSums
@@ -115,11 +116,16 @@ class Writer:
     def commit(self, extra: Tensors, findings: Sequence[Finding], told: Sequence[str], wait: bool) -> None:
         """Commit every step so far, with what `extra` says of the weights as they are now; durable after `wait`."""
         self._settle()
+        if self.broken:
+            raise RecordingFailed("an interrupt came while a commit began, and some finished steps are lost")
+        self.broken = True  # until all is in the thread's hands
         gathered, self._gathered = self._gathered, _Gathered()
         sums = self.staging.turn()
         self._last_commit = time.monotonic()
         self._committed = self._steps
-        self._under_way = self._thread.submit(self._commit, gathered, extra, tuple(findings), tuple(told), sums)
+        of_run = extra, tuple(findings), tuple(told)
+        self._under_way = self._thread.submit(self._commit, gathered, self._steps, *of_run, sums)
+        self.broken = False
         if wait:
             self._settle()
 
@@ -141,12 +147,17 @@ class Writer:
     def _commit(
         self,
         gathered: _Gathered,
+        steps: int,
         extra: Tensors,
         findings: tuple[Finding, ...],
         told: tuple[str, ...],
         sums: BlockSums | None,
     ) -> None:
         manifest = dataclasses.replace(self.manifest, findings=findings, told=told)
+        if manifest.steps + gathered.steps != steps:
+            raise RecordingFailed(
+                f"{gathered.steps} steps were gathered after step {manifest.steps}, up to step {steps}"
+            )
         if gathered.rows:
             manifest = self._write_segment(manifest, gathered, extra, sums)
         if manifest != self.manifest:

@@ -91,7 +91,7 @@ class Capture:
         self.pid = os.getpid()  # a forked child records nothing
         self.backwards = 0
         self.open: dict[int, Backward] = {}  # the backward passes that are going on
-        self._ended_since: list[Backward] = []
+        self.ended: list[Backward] = []  # those that are still to be settled
         self.routines: list[Taking] = []  # for passes of several kinds, the last one first
         self._accumulated: list[Tensor] = []
         self._handles: list[RemovableHandle] = []
@@ -116,7 +116,7 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self.open.clear()
-        self._ended_since.clear()
+        self.ended.clear()
         self._accumulated.clear()
 
     def saw_forward(
@@ -189,8 +189,8 @@ class Capture:
                 self._accumulated[:] = self._settle_all(backward)
                 return
             self._accumulated.clear()
-            self._ended_since.append(backward)
-            if len(self._ended_since) >= LATE:
+            self.ended.append(backward)
+            if len(self.ended) >= LATE:
                 self._catch_up()
         except Exception as error:
             self._fail(error)
@@ -225,6 +225,7 @@ class Capture:
         backward.bytes = 0
         if rows and not self._by_routine(backward, waiting, rows):
             self._told_of(backward)
+            outside = self.staging.outside
             for (forward, _), (keys, gradients) in zip(waiting, rows, strict=True):
                 call, use = Known.of(forward), forward[1]
                 kept = self.staging.hold(use.streams[1], gradients) if self._values else gradients.detach()
@@ -233,6 +234,7 @@ class Capture:
                 arrived = Arrived(call.order, use, kept_keys, kept, examples, positions, call.fixed)
                 arrived.sketch = use.sketch(keys, gradients)
                 backward.arrived.append(arrived)
+            backward.outside += self.staging.outside - outside
 
     def _by_routine(self, backward: Backward, waiting: Sequence[tuple[Forward, Tensor]], rows: Sequence[Rows]) -> bool:
         """Have compiled loops take in what has arrived; False where they cannot."""
@@ -252,9 +254,9 @@ class Capture:
 
     def _told_of(self, backward: Backward) -> None:
         """Make rows that have arrived of what routines have copied."""
-        for copied in backward.copied:
-            backward.arrived += copied.routine.arrived(copied, self.numbers)
-        backward.copied.clear()
+        made = [row for copied in backward.copied for row in copied.routine.arrived(copied, self.numbers)]
+        # Both at once: an interrupt in between would make them rows twice.
+        backward.arrived, backward.copied = [*backward.arrived, *made], []
 
     def _rows(self, forward: Forward, gradient: Tensor) -> Rows | None:
         _, use, stored, version, _ = forward
@@ -296,13 +298,8 @@ class Capture:
         events = math.prod(leading)
         return np.full(events, NO_EXAMPLE), nowhere(events)
 
-    def ended_since(self) -> list[Backward]:
-        """The backward passes that have ended since this was asked last; they are still to be settled."""
-        ended, self._ended_since = self._ended_since, []
-        return ended
-
     def settle_all(self, ended: Sequence[Backward]) -> None:
-        """Make what arrived in these backward passes events."""
+        """Make what arrived in these backward passes events; where it was already, that is all."""
         for backward in ended:
             self._settle_all(backward)
 
@@ -327,7 +324,6 @@ class Capture:
         rows = [arrived for arrived in backward.arrived if target in (arrived.use.weight, arrived.use.bias)]
         if not rows:
             return False
-        backward.settled.add(target)
         if backward.number is None:
             backward.number, self.backwards = self.backwards, self.backwards + 1
         if len(rows) > 1:
@@ -340,7 +336,9 @@ class Capture:
             del target.passes[0]
         if any(row.half for row in rows):
             target.half = True
-        target.passes.append(Pass(backward.number, rows, target.projection is None, backward.fresh[target.index]))
+        one = Pass(backward.number, rows, target.projection is None, backward.fresh[target.index])
+        backward.settled.add(target)
+        target.passes.append(one)
         return True
 
     def leave_arena(self) -> None:

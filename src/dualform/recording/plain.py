@@ -12,8 +12,8 @@ import torch
 def run_plain(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function without gradients, without autocast, and with the CPU as the default device."""
     enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls more, at every step
     try:
+        torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls more, at every step
         # A default device is a function mode: without any, there is nothing to switch off.
         if not torch.is_autocast_enabled("cpu") and torch._C._len_torch_function_stack() == 0:
             return function(*arguments)

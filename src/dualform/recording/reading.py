@@ -62,3 +62,19 @@ class Step:
     readings: list[Reading] = field(default_factory=list)
     fits: dict[Target, Fit] | None = None
     gradients: dict[Target, Sketch] = field(default_factory=dict)
+
+
+def scaling(optimizer: Mapping[str, Any]) -> tuple[bool, float]:
+    """Whether a fused optimiser with a loss scaler does nothing in this step, and what it multiplies gradients with."""
+    # A scaler sets these on the optimiser itself; to ask for attributes that are not there takes longer.
+    found_inf, grad_scale = optimizer.get("found_inf"), optimizer.get("grad_scale")
+    skipped = found_inf is not None and bool(found_inf)
+    return skipped, 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+
+
+def sketched_by_torch(targets: Sequence[Target], gradients: Sequence[Tensor]) -> Callable[[], list[Sketch]]:
+    """The same as a routine makes of the gradients of these parameters, without the loops."""
+    for target in targets:
+        target.check_shape()
+    sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
+    return lambda: sketches

@@ -254,6 +254,8 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._stepping.linear[index] and is_nested(optimizer):
             return None
+        if not self._between_steps:
+            self._must_not_be_cut()
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             self._stepping.prepare(index)
@@ -301,8 +303,15 @@ class Recorder:
         if size * 1000 > free:
             logger.warning("%s has room for about %d steps like the first", self.path, free // max(size, 1))
 
+    def _must_not_be_cut(self) -> None:
+        """A step that failed may be made again; one that was cut off in the midst of the weights may not."""
+        if self._stepping.moved:
+            raise RecordingFailed("an optimiser's step was interrupted, so the weights are those of no step")
+
     def _commit(self, wait: bool) -> None:
         assert self._writer is not None
+        if not self._between_steps:
+            self._must_not_be_cut()
         sketches, velocities = self._stepping.check_all()
         if self._writer.steps != self._stepping.steps:
             raise RecordingFailed("an interrupt came while finished steps were worked out, and some of them are lost")

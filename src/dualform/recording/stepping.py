@@ -21,12 +21,13 @@ from dualform.recording.everyday import everyday
 from dualform.recording.findings import what_was_found
 from dualform.recording.plain import run_plain
 from dualform.recording.probe import Evidence, Fit, fit_all
-from dualform.recording.reading import Reading, Seen, Step
+from dualform.recording.reading import Reading, Seen, Step, scaling, sketched_by_torch
 from dualform.recording.routine import AT_A_TIME, Sketching
 from dualform.recording.stretch import Stretch
 from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
+WAITING = 128 << 20  # bytes of rows in no arena, that wait for their steps to be judged
 CALM = 32  # everyday steps after which the next ones are judged some at a time
 
 Group = tuple[Mapping[str, Any], list[Tensor]]
@@ -61,6 +62,7 @@ class Stepping:
         self._owner: dict[Target, int] = {}
         self._draft: Step | None = None
         self._pending: list[Step] = []
+        self._waiting = 0
         self._routines: dict[tuple[int, ...], Sketching] = {}
         self._calm = 0
         self._at_a_time = AT_A_TIME
@@ -129,7 +131,7 @@ class Stepping:
     def prepare(self, index: int) -> None:
         """Sketch every gradient and read every setting, just before the step uses them."""
         optimizer, owned, watches = self._optimizers[index], self._owned(index), self._watches
-        skipped, unscale = _scaling(vars(optimizer))
+        skipped, unscale = scaling(vars(optimizer))
         linear = self.linear[index]
         within = bool(self._capture.open)  # an optimiser that steps as soon as a gradient is there
         moving: list[tuple[Tensor, Mapping[str, Any]]] = []
@@ -155,12 +157,14 @@ class Stepping:
             pairs = [(target, None if target in idle else next(each)) for target, _ in owned]
             moved = [target for target, _ in owned if target not in idle]
             seen = self._seen[index] = Seen(owned, settings, pairs, self._routine(moved))
-        unmade = [] if self._draft is None else self._draft.backwards  # of a step that failed
-        backwards = [*unmade, *self._capture.ended_since()]
         sketches = None if seen.routine is None else seen.routine.sketch(gradients)
         if sketches is None:
-            sketches = run_plain(_sketched_by_torch, seen.moving, gradients)
-        step = self._draft = Step(index, seen.pairs, sketches, backwards, unscale)
+            sketches = run_plain(sketched_by_torch, seen.moving, gradients)
+        unmade = () if self._draft is None else self._draft.backwards  # of a step that failed
+        ended = self._capture.ended
+        # Whatever an interrupt cuts off here, every pass is in the draft or still there, and counts once.
+        step = self._draft = Step(index, seen.pairs, sketches, [*dict.fromkeys((*unmade, *ended))], unscale)
+        self._capture.ended = []
         if self._calm < CALM or within:
             self.flush()
             run_plain(self._read, step)
@@ -212,14 +216,14 @@ class Stepping:
             return False
         first = self._capture.backwards
         rows = stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab)
+        self._pending = []  # until here an interrupt leaves the steps to the next time; from here on it is told
         self._calm += len(steps)
         self._capture.backwards = first + len(steps)
-        self._pending = []  # until here an interrupt leaves the steps to the next time
-        self._emit(rows)
         for at, target in enumerate(stretch.targets):
             gradients = stretch.gradients(at)
             self._previous[target] = gradients[-1].copy()
             self._watches[target].follow(stretch.settings(at), gradients)
+        self._emit(rows)
         return True
 
     def finish(self, index: int, others: Mapping[str, Tensor]) -> None:
@@ -228,16 +232,24 @@ class Stepping:
         self.steps += 1
         self._targets.swift.reached(self.steps)
         if step is None:  # a closure that was never called
-            step = Step(index, [(target, None) for target, _ in self._owned(index)], list, self._capture.ended_since())
+            step = Step(index, [(target, None) for target, _ in self._owned(index)], list, self._capture.ended)
+            self._capture.ended = []
         step.number, step.others = self.steps, others
         for target, _ in step.seen:
             self._watches[target].version = target.parameter._version
         self._pending.append(step)
 
     def flush_when_due(self) -> None:
-        """Judge the steps that wait, where the last of them does not wait itself or there are enough."""
-        if self._pending and (self._pending[-1].fits is not None or len(self._pending) >= self._at_a_time):
+        """Judge the steps that wait, where the last of them does not wait itself or they are enough."""
+        last = self._pending[-1]
+        self._waiting += sum(backward.outside for backward in last.backwards)
+        if last.fits is not None or len(self._pending) >= self._at_a_time or self._waiting >= WAITING:
             self.flush()
+
+    @property
+    def moved(self) -> bool:
+        """Whether a weight that an optimiser steps is not as it was after the last step that was finished."""
+        return any(target.parameter._version != self._watches[target].version for target in self._owner)
 
     def catch_up(self, check: bool = True) -> None:
         """Work out all that was left until later; without `check` the weights are compared by whoever asks."""
@@ -245,14 +257,15 @@ class Stepping:
         if self._draft is not None:  # a step that is being made, or failed
             self._capture.settle_all(self._draft.backwards)
             self._draft.backwards = ()
-        self._capture.settle_all(self._capture.ended_since())
+        self._capture.settle_all(self._capture.ended)
+        self._capture.ended = []
 
     def flush(self) -> None:
         """Judge the steps that wait for it, and hand on their journal rows."""
         run_plain(self._flush, True)
 
     def _flush(self, check: bool) -> None:
-        pending = self._pending
+        pending, self._waiting = self._pending, 0
         together = self._together(pending)
         if not together:
             self._pending = []
@@ -379,21 +392,6 @@ class Stepping:
 def _is_same_group(group: Mapping[str, Any], before: Group) -> bool:
     now, (known, parameters) = group["params"], before
     return group is known and len(now) == len(parameters) and all(map(is_, now, parameters))
-
-
-def _scaling(optimizer: Mapping[str, Any]) -> tuple[bool, float]:
-    """Whether a fused optimiser with a loss scaler does nothing in this step, and what it multiplies gradients with."""
-    # A scaler sets these on the optimiser itself; to ask for attributes that are not there takes longer.
-    found_inf, grad_scale = optimizer.get("found_inf"), optimizer.get("grad_scale")
-    skipped = found_inf is not None and bool(found_inf)
-    return skipped, 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-
-
-def _sketched_by_torch(targets: Sequence[Target], gradients: Sequence[Tensor]) -> Callable[[], list[Sketch]]:
-    for target in targets:
-        target.check_shape()
-    sketches = [target.quick_sketch(one) for target, one in zip(targets, gradients, strict=True)]
-    return lambda: sketches
 
 
 def _weight(target: Target) -> Vector:
