@@ -20,7 +20,9 @@ def benchmark() -> ModuleType:
     spec = importlib.util.spec_from_file_location("mnist_benchmark", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)  # as where it is run: it imports its neighbours
+        spec.loader.exec_module(module)
     return module
 
 
