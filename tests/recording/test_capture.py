@@ -560,7 +560,7 @@ def test_steps_that_wait_are_bounded_by_their_bytes(tmp_path: Path, monkeypatch:
     """Also where rows gather in no arena."""
     compiled(monkeypatch)
     monkeypatch.setattr(writer, "LARGEST_ARENA", 0)
-    monkeypatch.setattr(stepping, "WAITING", 20_000)
+    monkeypatch.setattr(stepping, "OUTSIDE", 20_000)
     model = network(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     most = 0

@@ -27,7 +27,7 @@ from dualform.recording.stretch import Stretch
 from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
-WAITING = 128 << 20  # bytes of rows in no arena, that wait for their steps to be judged
+OUTSIDE = 128 << 20  # bytes of rows in no arena, that wait for their steps to be judged
 CALM = 32  # everyday steps after which the next ones are judged some at a time
 
 Group = tuple[Mapping[str, Any], list[Tensor]]
@@ -243,7 +243,7 @@ class Stepping:
         """Judge the steps that wait, where the last of them does not wait itself or they are enough."""
         last = self._pending[-1]
         self._waiting += sum(backward.outside for backward in last.backwards)
-        if last.fits is not None or len(self._pending) >= self._at_a_time or self._waiting >= WAITING:
+        if last.fits is not None or len(self._pending) >= self._at_a_time or self._waiting >= OUTSIDE:
             self.flush()
 
     @property
