@@ -149,26 +149,39 @@ def _openmp(name: str) -> Callable[[int], int] | None:
 
 
 @functools.cache
-def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """What runs a function in all threads of torch's OpenMP, if that is GNU's; the interpreter's lock stays with us."""
+def _parallel() -> tuple[Callable[[int, int, int, int], None], int] | None:
+    """What runs a function in all threads of torch's OpenMP, if that is GNU's; the interpreter's lock stays with us.
+
+    With it the address of what tells each of them its number.
+    """
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with contextlib.suppress(AttributeError, OSError, TypeError):
-            function = ctypes.PyDLL(library).GOMP_parallel
+            threads = ctypes.PyDLL(library)
+            function, number = threads.GOMP_parallel, threads.omp_get_thread_num
             function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-            return cast(Callable[[int, int, int, int], None], function)
+            return cast(Callable[[int, int, int, int], None], function), ctypes.cast(number, ctypes.c_void_p).value or 0
     return None
 
 
-def by_torch(loop: int, argument: int) -> bool:
-    """Run a compiled loop, given by its address, in torch's own threads at once; False where they cannot be had.
+def threads_of_torch() -> int:
+    """How many threads of torch's own can run a compiled loop; 1 where they cannot be had."""
+    return 1 if _parallel() is None else torch.get_num_threads()
+
+
+def thread_number() -> int:
+    """The address of what tells each of these threads its number; 0 where they cannot be had."""
+    parallel = _parallel()
+    return 0 if parallel is None else parallel[1]
+
+
+def run_by_torch(loop: int, argument: int, threads: int) -> None:
+    """Run a compiled loop, given by its address, in so many of torch's own threads at once.
 
     These wait awake for the next operation of the thread that trains. Other threads would have to take their cores.
     """
-    parallel, count = _parallel(), torch.get_num_threads()
-    if parallel is None or count == 1:
-        return False
-    parallel(loop, argument, count, 0)
-    return True
+    parallel = _parallel()
+    assert parallel is not None
+    parallel[0](loop, argument, threads, 0)
 
 
 def work_alone() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BadCall, ModelMismatch
-from dualform.layers import LayerType, layer_type
+from dualform.layers import SWAPPED, LayerType, is_patched, layer_type
 from dualform.memory import StoredMemory
 from dualform.queries.attend import DUAL, is_memorys, uses_of
 from dualform.queries.focus import Focus
@@ -91,20 +91,21 @@ def dual_model(
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A deep copy for inference, without any attending forward of an earlier dual()."""
+    """A deep copy for inference, without the forward of a recorder or of an earlier dual()."""
     # Activations that a module keeps in an attribute cannot be copied as they are; their values can.
     kept = (value for module in model.modules() for value in vars(module).values())
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
     copied = copy.deepcopy(model, memo).eval().requires_grad_(False)
     for module in copied.modules():
-        if isinstance(vars(module).get("forward"), AttendingForward):
+        forward = vars(module).get("forward")
+        if isinstance(forward, AttendingForward) or hasattr(forward, SWAPPED):
             del module.forward
     return copied
 
 
 def _patched(model: nn.Module) -> list[str]:
     """Modules whose forward was replaced on the instance: a copied closure still holds the original's tensors."""
-    names = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    names = [name for name, module in model.named_modules() if is_patched(module)]
     return [f"{name} has a forward patched on the instance: the copy may still use the given model" for name in names]
 
 

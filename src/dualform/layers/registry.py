@@ -48,6 +48,8 @@ class LayerType(Protocol):
         """The module's output from the map's output rows: the inverse of `gradients`."""
 
 
+SWAPPED = "watchers_of_dualform"  # what marks a forward that a recorder has put before a module's own
+
 _types: dict[str, LayerType] = {}
 
 
@@ -64,6 +66,12 @@ def register(kind: K) -> K:
 def layer_type(name: str) -> LayerType | None:
     """The registered layer type of that name."""
     return _types.get(name)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether a forward was put on the module itself, which may compute anything; a recorder's does not count."""
+    forward = vars(module).get("forward")
+    return forward is not None and not hasattr(forward, SWAPPED)
 
 
 def find_layer_type(module: nn.Module) -> LayerType | None:

@@ -15,11 +15,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dualform.fast import by_torch
+from dualform.fast import run_by_torch, thread_number, threads_of_torch
 
-# Before the first job: the next part to take, how many jobs there are, and whether a sketch was not finite.
-HEAD, FIELDS = 3, 16
-JOBS, SPOILED = 1, 2
+# Before the first job: how many jobs there are, whether a sketch was not finite, how many shares every job has, what
+# tells a thread its number, and on a line of the caches of its own for every share the next part to take of it.
+JOBS, SPOILED, SHARES, THREAD = range(4)
+MOST, LINE = 8, 8
+HEAD, FIELDS = LINE * (1 + MOST), 16
 MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, CHECKED, SUMS, HASHES_TO = 5, 6, 8, 9, 10, 11, 12, 13, 14
 TAKE, PROJECT, PROJECT_WIDE, COPY, COMPARE = range(5)
 ROWS = 8192  # beyond so many, fp32 sums one after the other lose too much
@@ -32,8 +34,13 @@ def taking(rows: int, width: int, outputs: int, columns: Tensor) -> list[int]:
 
     The sums are Σ ‖g_t‖² ‖x_t‖² and Σ ‖g_t‖².
     """
-    parts = min(rows * (width + outputs) // TAKEN + 1, PARTS, rows)
+    parts = _parts(rows * (width + outputs), TAKEN, rows)
     return [TAKE, rows, width, outputs, parts, 0, 0, columns.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+def _parts(numbers: int, each: int, rows: int) -> int:
+    """In how many parts some rows are worked on: a multiple of four, so that two or four threads have equal shares."""
+    return min(4 * (numbers // (4 * each) + 1), PARTS, rows) if numbers > each else 1
 
 
 def room_of(job: list[int]) -> int:
@@ -45,7 +52,7 @@ def room_of(job: list[int]) -> int:
 def projecting(matrix: Tensor, columns: Tensor) -> list[int]:
     """A matrix times the probe's columns, in the dtype of the columns."""
     rows, width = matrix.shape
-    parts = min(matrix.numel() // MULTIPLIED + 1, PARTS, rows)
+    parts = _parts(matrix.numel(), MULTIPLIED, rows)
     kind = PROJECT if columns.dtype == torch.float32 else PROJECT_WIDE
     return [kind, rows, width, 0, parts, matrix.data_ptr(), 0, columns.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0]
 
@@ -71,18 +78,24 @@ class Table:
     """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later."""
 
     def __init__(self, jobs: list[int]) -> None:
-        self.numbers = array("q", (0, len(jobs) // FIELDS, 0, *jobs))
+        self.numbers = array("q", bytes(8 * HEAD))
+        self.numbers[JOBS], self.numbers[THREAD] = len(jobs) // FIELDS, thread_number()
+        self.numbers.extend(jobs)
         self._address, _ = self.numbers.buffer_info()
         self._done = range(HEAD + FIELDS - 1, len(self.numbers), FIELDS)
 
     def run(self, loops: ModuleType) -> bool:
         """Do all of these jobs, by torch's own threads; whether every sketch came out finite."""
-        numbers = self.numbers
-        numbers[0] = numbers[SPOILED] = 0
+        numbers, threads = self.numbers, threads_of_torch()
+        numbers[SPOILED], numbers[SHARES] = 0, min(threads, MOST)
+        for at in range(LINE, LINE * (1 + numbers[SHARES]), LINE):
+            numbers[at] = 0
         for at in self._done:
             numbers[at] = 0
-        if not by_torch(loops.address, self._address):
+        if threads == 1:
             loops.alone(self._address)
+        else:
+            run_by_torch(loops.address, self._address, threads)
         return not numbers[SPOILED]
 
 

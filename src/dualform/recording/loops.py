@@ -15,7 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from dualform.memory.xxh3 import copy_blocks, hash_rows
-from dualform.recording.jobs import COMPARE, COPY, FIELDS, HEAD, JOBS, PROJECT, SPOILED, TAKE
+from dualform.recording.jobs import COMPARE, COPY, FIELDS, HEAD, JOBS, PROJECT, SHARES, SPOILED, TAKE, THREAD
+from dualform.recording.jobs import LINE as LINE_OF_SHARE
 
 Array = np.ndarray[Any, Any]
 FAST = {"reassoc", "contract"}
@@ -55,6 +56,18 @@ def _next(context, table, at) -> Any:
         return builder.atomic_rmw("add", builder.gep(data, [arguments[1]]), ir.Constant(_LONG, 1), "acq_rel")
 
     return types.int64(table, types.int64), generate
+
+
+@intrinsic
+@no_type_check
+def _thread(context, address) -> Any:
+    """The number of this thread, by what tells it, given by its address."""
+
+    def generate(context, builder, signature, arguments) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), _LONG)
+
+    return types.int64(types.int64), generate
 
 
 @numba.njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -274,32 +287,49 @@ def _copy_ids(source, target, count) -> int:
     return high
 
 
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _do(table: Array, at: int, part: int) -> None:
+    """Do one part of the job that begins there."""
+    job = table[at : at + FIELDS]
+    if job[0] == TAKE:
+        _take(job, part)
+        if _next(table, at + FIELDS - 1) == job[4] - 1 and not _took(job):  # that was the last part
+            table[SPOILED] = 1
+    elif job[0] == COPY:
+        _move(job[5], job[10], job[1])
+    elif job[0] == COMPARE:
+        _compare(job, part)
+    else:
+        _project(job, part)
+
+
 @numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
 @no_type_check
 def _work(start) -> None:
-    """Take the next part of the table's jobs until none is left."""
-    jobs = carray(start, HEAD)[JOBS]
+    """Take the next part of the table's jobs until none is left: of this thread's own share first.
+
+    Torch's threads share the rows of every tensor the same way, so each finds what it wrote itself, in its own caches.
+    """
+    jobs, shares = carray(start, HEAD)[JOBS], carray(start, HEAD)[SHARES]
     table = carray(start, HEAD + FIELDS * jobs)
-    while True:
-        turn = _next(table, 0)
-        number = 0
-        while number < jobs and turn >= table[HEAD + FIELDS * number + 4]:
-            turn -= table[HEAD + FIELDS * number + 4]
-            number += 1
-        if number == jobs:
-            return
-        at = HEAD + FIELDS * number
-        job = table[at : at + FIELDS]
-        if job[0] == TAKE:
-            _take(job, turn)
-            if _next(table, at + FIELDS - 1) == job[4] - 1 and not _took(job):  # that was the last part
-                table[SPOILED] = 1
-        elif job[0] == COPY:
-            _move(job[5], job[10], job[1])
-        elif job[0] == COMPARE:
-            _compare(job, turn)
-        else:
-            _project(job, turn)
+    own = _thread(table[THREAD]) if shares > 1 else 0
+    for further in range(shares):
+        share = (own + further) % shares
+        while True:
+            turn = _next(table, LINE_OF_SHARE * (1 + share))
+            number, part = 0, -1
+            while number < jobs:
+                parts = table[HEAD + FIELDS * number + 4]
+                first, stop = parts * share // shares, parts * (share + 1) // shares
+                if turn < stop - first:
+                    part = first + turn
+                    break
+                turn -= stop - first
+                number += 1
+            if part < 0:
+                break
+            _do(table, HEAD + FIELDS * number, part)
 
 
 copy_ids = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(_copy_ids.address)
