@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -148,40 +148,29 @@ def _openmp(name: str) -> Callable[[int], int] | None:
     return None  # another OpenMP, or none
 
 
-@functools.cache
-def _parallel() -> tuple[Callable[[int, int, int, int], None], int] | None:
-    """What runs a function in all threads of torch's OpenMP, if that is GNU's; the interpreter's lock stays with us.
+class Threads(NamedTuple):
+    """The addresses of what GNU's OpenMP offers, as far as the compiled loops need it.
 
-    With it the address of what tells each of them its number.
+    How many threads there are, the number of each, and what has them run a function until it is told to end. These
+    threads wait awake for the next operation of the thread that trains; others would have to take their cores.
     """
+
+    most: int
+    number: int
+    start: int
+    end: int
+
+
+@functools.cache
+def threads_of_torch() -> Threads | None:
+    """Torch's own threads; None where they cannot be had, as with another OpenMP."""
+    names = "omp_get_max_threads", "omp_get_thread_num", "GOMP_parallel_start", "GOMP_parallel_end"
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with contextlib.suppress(AttributeError, OSError, TypeError):
-            threads = ctypes.PyDLL(library)
-            function, number = threads.GOMP_parallel, threads.omp_get_thread_num
-            function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-            return cast(Callable[[int, int, int, int], None], function), ctypes.cast(number, ctypes.c_void_p).value or 0
+            loaded = ctypes.CDLL(library)
+            places = (ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in names)
+            return Threads(*(place or 0 for place in places))
     return None
-
-
-def threads_of_torch() -> int:
-    """How many threads of torch's own can run a compiled loop; 1 where they cannot be had."""
-    return 1 if _parallel() is None else torch.get_num_threads()
-
-
-def thread_number() -> int:
-    """The address of what tells each of these threads its number; 0 where they cannot be had."""
-    parallel = _parallel()
-    return 0 if parallel is None else parallel[1]
-
-
-def run_by_torch(loop: int, argument: int, threads: int) -> None:
-    """Run a compiled loop, given by its address, in so many of torch's own threads at once.
-
-    These wait awake for the next operation of the thread that trains. Other threads would have to take their cores.
-    """
-    parallel = _parallel()
-    assert parallel is not None
-    parallel[0](loop, argument, threads, 0)
 
 
 def work_alone() -> None:

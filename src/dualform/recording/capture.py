@@ -106,12 +106,13 @@ class Capture:
         # Between two large products the interpreter itself has left the cache, and every line is slow: so here and in
         # the gradient's hook the least possible, and the rest for all layers at once when the backward pass has ended.
         try:
-            if not isinstance(output, Tensor) or not output.requires_grad:
+            node = output.grad_fn if isinstance(output, Tensor) else None
+            if node is None:  # no gradient can come
                 return
             if maybe_current_level() is not None and _is_wrapped(output):
                 return
             stored = args[0] if args else kwargs.get("input")
-            if not isinstance(stored, Tensor) or not (use.weight.parameter.requires_grad or use.trained):
+            if not isinstance(stored, Tensor) or not (use.parameter.requires_grad or use.trained):
                 return
             if use.copy_at_forward:
                 stored = stored.detach().clone().requires_grad_(stored.requires_grad)
@@ -120,14 +121,15 @@ class Capture:
             except RuntimeError:  # an inference tensor keeps no count of its changes
                 stored = stored.clone()
                 version = stored._version
-            batch = self.batch
-            forward = self._order, use, stored, version, batch
-            self._order += 1
+            order, batch = self._order, self.batch
+            self._order = order + 1
             if batch is not None:
                 batch.inputs.append((use, stored.shape))
-            product = output if output._base is None else _product(output)
-            hook = partial(self._saw_gradient, forward)
-            node = product.grad_fn
+            hook = partial(self._saw_gradient, (order, use, stored, version, batch))
+            product = output
+            if output._base is not None:
+                product = _product(output)
+                node = product.grad_fn
             if node is None or product._backward_hooks is not None:
                 product.register_hook(hook)
             else:  # the same as register_hook does, but for a handle to remove the hook by
@@ -143,7 +145,10 @@ class Capture:
         if backward is None or gradient is None:  # recording has stopped, or nothing flows back to this layer
             return
         backward.waiting.append((forward, gradient))
-        backward.bytes += gradient.numel() * gradient.itemsize  # `nbytes` raises for a sparse one
+        try:
+            backward.bytes += gradient.nbytes
+        except RuntimeError:  # a sparse one
+            backward.bytes += gradient.numel() * gradient.itemsize
         if backward.bytes > WAITING:
             self.shield(run_plain, self._take_in, backward)
 

@@ -8,6 +8,7 @@ are done.
 
 from __future__ import annotations
 
+import platform
 from array import array
 from collections.abc import Iterable
 from types import ModuleType
@@ -15,15 +16,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dualform.fast import run_by_torch, thread_number, threads_of_torch
+from dualform.fast import Threads, threads_of_torch
 
-# Before the first job: how many jobs there are, whether a sketch was not finite, how many shares every job has, what
-# tells a thread its number, and on a line of the caches of its own for every share the next part to take of it.
-JOBS, SPOILED, SHARES, THREAD = range(4)
-MOST, LINE = 8, 8
-HEAD, FIELDS = LINE * (1 + MOST), 16
+# Before the first job: how many jobs there are; how many of them are ready to be done, negative where none ever will;
+# whether a sketch was not finite; how many shares every job has; where torch's threads are (see Threads); and on a line
+# of the caches of its own for every share the next part to take of it.
+JOBS, READY, SPOILED, SHARES, THREADS = range(5)
+SHARED, SHARE_LINE = 8, 16
+HEAD, FIELDS = SHARE_LINE * (1 + SHARED), 16
 MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, CHECKED, SUMS, HASHES_TO = 5, 6, 8, 9, 10, 11, 12, 13, 14
 TAKE, PROJECT, PROJECT_WIDE, COPY, COMPARE = range(5)
+IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")  # other threads see what is written as it is
 ROWS = 8192  # beyond so many, fp32 sums one after the other lose too much
 TAKEN, MULTIPLIED = 1 << 15, 1 << 16  # numbers of one part
 PARTS = 16
@@ -75,28 +78,42 @@ def comparing(
 
 
 class Table:
-    """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later."""
+    """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later.
 
-    def __init__(self, jobs: list[int]) -> None:
+    Torch's other threads may begin while this one still fills in the later jobs, and must be told to `end`.
+    """
+
+    def __init__(self, jobs: list[int], loops: ModuleType) -> None:
+        self._loops = loops
         self.numbers = array("q", bytes(8 * HEAD))
-        self.numbers[JOBS], self.numbers[THREAD] = len(jobs) // FIELDS, thread_number()
+        self.numbers[JOBS] = len(jobs) // FIELDS
+        self.numbers[THREADS : THREADS + len(Threads._fields)] = array("q", threads_of_torch() or Threads(0, 0, 0, 0))
         self.numbers.extend(jobs)
         self._address, _ = self.numbers.buffer_info()
-        self._done = range(HEAD + FIELDS - 1, len(self.numbers), FIELDS)
 
-    def run(self, loops: ModuleType) -> bool:
-        """Do all of these jobs, by torch's own threads; whether every sketch came out finite."""
-        numbers, threads = self.numbers, threads_of_torch()
-        numbers[SPOILED], numbers[SHARES] = 0, min(threads, MOST)
-        for at in range(LINE, LINE * (1 + numbers[SHARES]), LINE):
-            numbers[at] = 0
-        for at in self._done:
-            numbers[at] = 0
-        if threads == 1:
-            loops.alone(self._address)
-        else:
-            run_by_torch(loops.address, self._address, threads)
-        return not numbers[SPOILED]
+    def begin(self) -> None:
+        """Have the other threads begin, with the first jobs as soon as they are `ready`."""
+        self._loops.begin(self._address)
+
+    def ready(self, jobs: int) -> None:
+        """So many jobs, the first ones, are as they are to be done."""
+        if IN_ORDER:
+            self.numbers[READY] = jobs
+
+    def drop(self) -> None:
+        """Do no more of these jobs; what was done of them is of no use."""
+        self.numbers[READY] = -1
+        self._loops.end(self._address)
+
+    def end(self) -> bool:
+        """Do what is left of all jobs; whether every sketch came out finite."""
+        self.numbers[READY] = self.numbers[JOBS]
+        return not self._loops.end(self._address)
+
+    def run(self) -> bool:
+        """Do all of these jobs; whether every sketch came out finite."""
+        self._loops.begin(self._address)
+        return self.end()
 
 
 def readable(matrices: Iterable[Tensor]) -> bool:

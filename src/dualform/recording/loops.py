@@ -6,6 +6,7 @@ takes which part makes no difference to any result.
 """
 
 import ctypes
+from functools import partial
 from typing import Any, no_type_check
 
 import numba
@@ -15,8 +16,21 @@ from numba import types
 from numba.extending import intrinsic
 
 from dualform.memory.xxh3 import copy_blocks, hash_rows
-from dualform.recording.jobs import COMPARE, COPY, FIELDS, HEAD, JOBS, PROJECT, SHARES, SPOILED, TAKE, THREAD
-from dualform.recording.jobs import LINE as LINE_OF_SHARE
+from dualform.recording.jobs import (
+    COMPARE,
+    COPY,
+    FIELDS,
+    HEAD,
+    JOBS,
+    PROJECT,
+    READY,
+    SHARE_LINE,
+    SHARED,
+    SHARES,
+    SPOILED,
+    TAKE,
+    THREADS,
+)
 
 Array = np.ndarray[Any, Any]
 FAST = {"reassoc", "contract"}
@@ -60,14 +74,41 @@ def _next(context, table, at) -> Any:
 
 @intrinsic
 @no_type_check
-def _thread(context, address) -> Any:
-    """The number of this thread, by what tells it, given by its address."""
+def _now(context, table, at) -> Any:
+    """An entry of the table as it is now, with all that was written before it."""
+
+    def generate(context, builder, signature, arguments) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.load_atomic(builder.gep(data, [arguments[1]]), "acquire", 8)
+
+    return types.int64(table, types.int64), generate
+
+
+@intrinsic
+@no_type_check
+def _call(context, address) -> Any:
+    """Call what is at an address, and takes nothing; what it says is a small whole number, if anything."""
 
     def generate(context, builder, signature, arguments) -> Any:
         kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
         return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), _LONG)
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+@no_type_check
+def _start(context, address, function, argument, threads) -> Any:
+    """Have GNU's OpenMP run a function, of an argument, in so many threads but this one."""
+
+    def generate(context, builder, signature, arguments) -> Any:
+        short = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, short]).as_pointer()
+        given = [*arguments[1:3], builder.trunc(arguments[3], short)]
+        builder.call(builder.inttoptr(arguments[0], kind), given)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
 @numba.njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -304,37 +345,77 @@ def _do(table: Array, at: int, part: int) -> None:
         _project(job, part)
 
 
-@numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
+@numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _work(start) -> None:
-    """Take the next part of the table's jobs until none is left: of this thread's own share first.
+def _part(table: Array, turn: int, share: int) -> tuple[int, int]:
+    """The next part in turn of a share: of which job it is, and which of its parts; −1 where there is none."""
+    for number in range(table[JOBS]):
+        parts = table[HEAD + FIELDS * number + 4]
+        first, stop = parts * share // table[SHARES], parts * (share + 1) // table[SHARES]
+        if turn < stop - first:
+            return number, stop - 1 - turn
+        turn -= stop - first
+    return -1, -1
 
-    Torch's threads share the rows of every tensor the same way, so each finds what it wrote itself, in its own caches.
+
+@numba.njit(nogil=True, error_model="numpy")
+@no_type_check
+def _do_all(table: Array) -> None:
+    """Take the next part of the jobs until none is left: of this thread's own share first, and there the last first.
+
+    Torch's threads share the rows of every tensor in the same way, from the first to the last: so each finds what it
+    used last itself, in its own caches.
     """
-    jobs, shares = carray(start, HEAD)[JOBS], carray(start, HEAD)[SHARES]
-    table = carray(start, HEAD + FIELDS * jobs)
-    own = _thread(table[THREAD]) if shares > 1 else 0
+    shares = table[SHARES]
+    own = _call(table[THREADS + 1]) if shares > 1 else 0
     for further in range(shares):
         share = (own + further) % shares
         while True:
-            turn = _next(table, LINE_OF_SHARE * (1 + share))
-            number, part = 0, -1
-            while number < jobs:
-                parts = table[HEAD + FIELDS * number + 4]
-                first, stop = parts * share // shares, parts * (share + 1) // shares
-                if turn < stop - first:
-                    part = first + turn
-                    break
-                turn -= stop - first
-                number += 1
-            if part < 0:
+            number, part = _part(table, _next(table, SHARE_LINE * (1 + share)), share)
+            if number < 0:
                 break
+            while _now(table, READY) <= number:
+                if _now(table, READY) < 0:
+                    return
             _do(table, HEAD + FIELDS * number, part)
+
+
+@numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
+@no_type_check
+def _work(start) -> None:
+    """What each of torch's other threads does."""
+    _do_all(carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS]))
+
+
+@numba.cfunc("void(i8, CPointer(i8))", cache=True, nopython=True)
+@no_type_check
+def _begin(work, start) -> None:
+    """Have torch's other threads begin with a table's jobs, as soon as they are ready."""
+    table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
+    threads = _call(table[THREADS]) if table[THREADS] else 1
+    table[READY], table[SPOILED], table[SHARES] = 0, 0, min(threads, SHARED)
+    for share in range(table[SHARES]):
+        table[SHARE_LINE * (1 + share)] = 0
+    for number in range(table[JOBS]):
+        table[HEAD + FIELDS * number + FIELDS - 1] = 0
+    if threads > 1:
+        _start(table[THREADS + 2], work, table.ctypes.data, threads)
+
+
+@numba.cfunc("i8(CPointer(i8))", cache=True, nopython=True)
+@no_type_check
+def _end(start) -> int:
+    """Take part in a table's jobs until all are done, by this thread or another; whether a sketch was not finite."""
+    table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
+    _do_all(table)
+    if table[SHARES] > 1:
+        _call(table[THREADS + 3])
+    table[SHARES] = 1  # nobody else is at it, also where this is called again
+    return table[SPOILED]
 
 
 copy_ids = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(_copy_ids.address)
 """Takes the addresses of ids and of a copy, and how many they are."""
-address: int = _work.address
-"""Where the loop is, for torch's threads."""
-alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address)
-"""The loop in this thread alone; it takes the address of a table."""
+begin = partial(ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(_begin.address), _work.address)
+end = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(_end.address)
+"""Both take the address of a table."""

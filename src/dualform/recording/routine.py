@@ -37,7 +37,6 @@ from dualform.recording.jobs import (
     ROOM,
     ROWS,
     SUMS,
-    Table,
     copying,
     projecting,
     readable,
@@ -144,7 +143,7 @@ class Taking:
     """Copies and sketches the rows of backward passes of one kind: the same calls, with inputs of the same shapes."""
 
     def __init__(self, waiting: Waiting, rows: Sequence[Rows], values: bool, swift: Swift) -> None:
-        self._swift, self.values = swift, values
+        self.values = values
         calls = [Known.of(forward) for forward, _ in waiting]
         self.inputs = [(call.use, call.shape, call.fixed) for call in calls]
         self.fitting: tuple[int, tuple[int, ...]] | None = None  # what ids looked like that fit them
@@ -177,7 +176,7 @@ class Taking:
         self._room = torch.empty(room, dtype=torch.float64)
         for at in range(0, len(jobs), FIELDS):
             jobs[at + ROOM] += self._room.data_ptr()
-        self._jobs = Table(jobs)
+        self._jobs = swift.table(jobs)
         # Of every call two sizes in fp64, then of every call its sketch.
         self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, shape in self._shapes)]).tolist()
         self.ring = Ring(self.at[-1])
@@ -202,8 +201,14 @@ class Taking:
         """Copy and sketch what has arrived as it lies; None where it is not what the routine is for, or has no room."""
         if not self._direct or len(waiting) != len(self._expected):
             return None
-        numbers, at, orders = self._jobs.numbers, HEAD, []
+        room = arena.reserve(self._wanted)
+        if room is None:
+            return None
+        row = self._place(room, arena)
+        jobs, at = self._jobs, HEAD
+        numbers, orders = jobs.numbers, []
         try:
+            jobs.begin()
             for ((order, use, stored, version, batch), gradient), (of, shape, fixed, of_gradient) in zip(
                 waiting, self._expected, strict=True
             ):
@@ -221,9 +226,14 @@ class Taking:
                 numbers[at + MATRIX], numbers[at + GRADIENTS] = rows_at, gradients_at
                 orders.append((order, batch))
                 at += FIELDS
+                jobs.ready(len(orders))
         except RuntimeError:  # a tensor that does not lie in memory: sparse, or inside a vmap
             return None
-        return self._run(waiting, orders, arena)
+        finally:
+            if len(orders) < len(waiting):
+                jobs.drop()
+                arena.give_back(room)
+        return self._copied(waiting, orders, room, row, jobs.end())
 
     def matches(self, waiting: Waiting, rows: Sequence[Rows]) -> bool:
         """Whether the routine is for rows like these."""
@@ -233,11 +243,16 @@ class Taking:
 
     def take_rows(self, waiting: Waiting, rows: Sequence[Rows], arena: Arena) -> Copied | None:
         """The same of rows that were made of what has arrived, and which it is for."""
+        room = arena.reserve(self._wanted)
+        if room is None:
+            return None
+        row = self._place(room, arena)
         numbers, at = self._jobs.numbers, HEAD
         for keys, gradients in rows:
             numbers[at + MATRIX], numbers[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
             at += FIELDS
-        return self._run(waiting, [(forward[0], forward[4]) for forward, _ in waiting], arena)
+        orders = [(forward[0], forward[4]) for forward, _ in waiting]
+        return self._copied(waiting, orders, room, row, self._jobs.run())
 
     def fits(self, batch: Batch) -> bool:
         """Whether the ids of a batch fit the last of the inputs, which is remembered."""
@@ -247,23 +262,23 @@ class Taking:
         self.fitting = batch.dim, batch.shape
         return True
 
-    def _run(self, waiting: Waiting, orders: list[tuple[int, Batch | None]], arena: Arena) -> Copied | None:
-        """Copy and sketch the rows whose addresses are in the table."""
-        room = arena.reserve(self._wanted)
-        if room is None:
-            return None
-        ring = self.ring
-        row, start = ring.next()
+    def _place(self, room: Room, arena: Arena) -> int:
+        """Put in the table where rows and results go; the row of the ring for these."""
+        row, start = self.ring.next()
         numbers, at, sums, table = self._jobs.numbers, HEAD, start, arena.sums.table
         for (_, _, address, width, _, _), first, field in zip(*room, self._fields, strict=True):
             numbers[field] = address + first * width
         for result in self.at[:-1]:
             numbers[at + CHECKED], numbers[at + RESULT], numbers[at + SUMS] = table, start + 4 * result, sums
             at, sums = at + FIELDS, sums + 16
-        finite = self._swift.run(self._jobs)
+        return row
+
+    def _copied(
+        self, waiting: Waiting, orders: list[tuple[int, Batch | None]], room: Room, row: int, finite: bool
+    ) -> Copied:
         # Gradients that are not kept are needed once more only to count the events that are not finite.
         needed = [] if finite or self.values else [use.kind.gradients(g) for (_, use, *_), g in waiting]
-        return copied((self, room, ring.results, row, orders, needed))
+        return copied((self, room, self.ring.results, row, orders, needed))
 
     def arrived(self, copied: Copied, numbers: Callable[[Known], Numbers]) -> list[Arrived]:
         """The rows of every call: where they are, what their sketch is, and how large their terms are."""
@@ -284,10 +299,10 @@ class Sketching:
     """Multiplies the gradients of the same parameters with the probe's columns."""
 
     def __init__(self, targets: Sequence[Target], swift: Swift) -> None:
-        self.targets, self._swift = targets, swift
         jobs: list[int] = []
         sizes = []
-        for target in targets:
+        # The last first: what was used last is in the cache, and what is used next will be.
+        for target in reversed(targets):
             parameter = target.parameter.detach()
             if target.projection is None:
                 jobs += copying(parameter)
@@ -295,24 +310,32 @@ class Sketching:
             else:
                 jobs += projecting(parameter, target.columns(torch.float32, torch.device("cpu")))
                 sizes.append(4 * len(parameter))
-        self._jobs = Table(jobs)
-        self.at: list[int] = np.cumsum([0, *sizes]).tolist()
+        self._jobs = swift.table(jobs)
+        self.at: list[int] = np.cumsum([0, *reversed(sizes)]).tolist()
         self.ring = Ring(self.at[-1])
+        self._shapes = [(target.shape, at) for target, at in zip(reversed(targets), self.at[-2::-1], strict=True)]
 
     def sketch(self, gradients: Sequence[Tensor]) -> Sketched | None:
         """The sketches of all gradients, one after the other; None where the loops cannot read one of them."""
         row, start = self.ring.next()
-        numbers, at = self._jobs.numbers, HEAD
+        jobs, at, ready = self._jobs, HEAD, 0
+        numbers = jobs.numbers
         try:
-            for gradient, target, result in zip(gradients, self.targets, self.at, strict=False):
+            jobs.begin()
+            for gradient, (shape, result) in zip(reversed(gradients), self._shapes, strict=True):
                 # The shape is another one where the parameter's `data` is.
-                if _gradient_like(gradient) != (target.shape, torch.float32, True) or not gradient.is_contiguous():
+                if _gradient_like(gradient) != (shape, torch.float32, True) or not gradient.is_contiguous():
                     return None
                 numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
                 at += FIELDS
+                ready += 1
+                jobs.ready(ready)
         except RuntimeError:  # a gradient that does not lie in memory as it is
             return None
-        self._swift.run(self._jobs)
+        finally:
+            if ready < len(gradients):
+                jobs.drop()
+        jobs.end()
         return sketched((self, self.ring.results, row))
 
 

@@ -21,7 +21,7 @@ from dualform.optimizers import COLUMNS, Settings
 from dualform.recording.calls import Known
 from dualform.recording.everyday import everyday_stretch
 from dualform.recording.ids import NO_EXAMPLE, Numbers
-from dualform.recording.jobs import Table, comparing
+from dualform.recording.jobs import comparing
 from dualform.recording.reading import Step
 from dualform.recording.routine import Copied, Sketched
 from dualform.recording.swift import Swift
@@ -98,7 +98,7 @@ class Stretch:
                 (of_events + 4 * taking.at[call], wide),
                 (to + 24 * at, sums.strides[0]),
             )
-        swift.run(Table(jobs))
+        swift.table(jobs).run()
         with np.errstate(all="ignore"):
             return everyday_stretch(sums)
 

@@ -32,10 +32,10 @@ class Swift:
             self._tried = True
             self.loops = load("dualform.recording.loops")
 
-    def run(self, jobs: Table) -> bool:
-        """Do these jobs; whether every sketch came out finite."""
+    def table(self, jobs: list[int]) -> Table:
+        """These jobs for the loops."""
         assert self.loops is not None
-        return jobs.run(self.loops)
+        return Table(jobs, self.loops)
 
     def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
         """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""
@@ -44,5 +44,5 @@ class Swift:
         result = torch.empty(len(rows), len(columns), dtype=columns.dtype)
         job = projecting(rows, columns)
         job[RESULT] = result.data_ptr()
-        self.run(Table(job))
+        self.table(job).run()
         return result
