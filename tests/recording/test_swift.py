@@ -1,8 +1,12 @@
 """The recorder's compiled loops: sketches like torch's, from the same step on in every recording of a training."""
 
+import contextlib
+import ctypes
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +21,8 @@ from dualform.memory.ledger import SHORTEST
 from dualform.memory.slab import Slab, array_in
 from dualform.recording import swift
 from dualform.recording.ids import read_ids
-from dualform.recording.routine import Taking
+from dualform.recording.jobs import FIELDS, HEAD, RESULT, projecting
+from dualform.recording.routine import Sketching, Taking
 from dualform.recording.targets import find_targets
 from small import run
 
@@ -188,3 +193,62 @@ def test_what_is_followed_is_the_plain_sum(steps: int, numbers: int) -> None:
     wide = rows.astype(np.float64)
     assert np.allclose(moved, factors @ wide, rtol=1e-12, atol=1e-13)
     assert np.allclose(sizes, np.square(wide).sum(axis=1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("filled", [0, 1, 2])
+def test_jobs_that_were_not_filled_in_are_not_done(threads: None, filled: int) -> None:
+    loops = swift.Swift()
+    loops.numbers = swift.PAYS + 1
+    loops.reached(1)
+    columns = torch.randn(4, 500)
+    matrices, results = [torch.randn(300, 500) for _ in range(2)], [torch.zeros(300, 4) for _ in range(2)]
+    table = loops.table([number for matrix in matrices for number in projecting(matrix, columns)])
+    for at, result in enumerate(results):
+        table.numbers[HEAD + FIELDS * at + RESULT] = result.data_ptr()
+    table.begin()
+    table.ready(filled)
+    assert table.end(filled)
+    if filled < 2:
+        assert not results[1].any()
+    assert table.run()
+    for matrix, result in zip(matrices, results, strict=True):
+        torch.testing.assert_close(result, matrix @ columns.T, rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupt_leaves_no_thread_of_torch_behind(threads: None) -> None:
+    """Wherever it comes while jobs are filled in: the threads are told to end, and serve torch as before."""
+    loops = swift.Swift()
+    loops.numbers = swift.PAYS + 1
+    loops.reached(1)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    targets = find_targets(model, None, seed=0).parameters
+    gradients = [torch.randn_like(target.parameter) for target in targets]
+    sketching = Sketching(targets, loops)
+    first = sketching.sketch(gradients)
+    assert first is not None
+    expected = [sketch.copy() for sketch in first()]
+    in_parallel = ctypes.CDLL(None).omp_in_parallel
+    interrupts, armed = 0, False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupts, armed
+        if armed:
+            armed, interrupts = False, interrupts + 1
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(3000):
+            with contextlib.suppress(KeyboardInterrupt):
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 100))
+                for _ in range(20):
+                    sketching.sketch(gradients)
+                armed = False
+            assert not in_parallel()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 100
+    last = sketching.sketch(gradients)
+    assert last is not None and all(map(np.array_equal, last(), expected))

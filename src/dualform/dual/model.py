@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BadCall, ModelMismatch
-from dualform.layers import SWAPPED, LayerType, is_patched, layer_type
+from dualform.layers import LayerType, is_patched, layer_type
 from dualform.memory import StoredMemory
 from dualform.queries.attend import DUAL, is_memorys, uses_of
 from dualform.queries.focus import Focus
@@ -91,14 +91,13 @@ def dual_model(
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A deep copy for inference, without the forward of a recorder or of an earlier dual()."""
+    """A deep copy for inference, without any attending forward of an earlier dual()."""
     # Activations that a module keeps in an attribute cannot be copied as they are; their values can.
     kept = (value for module in model.modules() for value in vars(module).values())
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
     copied = copy.deepcopy(model, memo).eval().requires_grad_(False)
     for module in copied.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, AttendingForward) or hasattr(forward, SWAPPED):
+        if isinstance(vars(module).get("forward"), AttendingForward):
             del module.forward
     return copied
 

@@ -48,7 +48,9 @@ class LayerType(Protocol):
         """The module's output from the map's output rows: the inverse of `gradients`."""
 
 
-SWAPPED = "watchers_of_dualform"  # what marks a forward that a recorder has put before a module's own
+class OwnForward:
+    """Stands before a module's forward, and computes the same."""
+
 
 _types: dict[str, LayerType] = {}
 
@@ -69,9 +71,8 @@ def layer_type(name: str) -> LayerType | None:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether a forward was put on the module itself, which may compute anything; a recorder's does not count."""
-    forward = vars(module).get("forward")
-    return forward is not None and not hasattr(forward, SWAPPED)
+    """Whether a forward was put on the module itself, which may compute anything."""
+    return not isinstance(vars(module).get("forward", OwnForward()), OwnForward)
 
 
 def find_layer_type(module: nn.Module) -> LayerType | None:

@@ -2,18 +2,21 @@
 
 Torch calls a module with forward hooks by a longer way, which costs more than all that is done there. A swapped forward
 costs next to nothing, and the user's hooks come after it, as they would come after a first hook of ours.
+
+What hangs on the module itself would go with its copies, and call the module they were made of. So what they are made
+of is swapped too, and holds nothing of ours.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from dualform.layers import SWAPPED
+from dualform.layers import OwnForward
 
 Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 """Is told the arguments and the output of a call; must not raise."""
@@ -24,42 +27,66 @@ class Watching:
 
     def __init__(self, module: nn.Module, watcher: Watcher) -> None:
         self._module, self._watcher = module, watcher
-        if not _is_swapped(module):
-            _swap(module)
-        watchers = _watchers(module)
-        watchers.append(watcher)
-        self._watchers = watchers
+        forward = vars(module).get("forward")
+        if not isinstance(forward, SeenForward):
+            forward = SeenForward(module)
+            vars(module)["forward"] = forward
+            vars(module).update({name: MethodType(function, module) for name, function in _COPYING.items()})
+        self._watchers = forward.watchers
+        self._watchers.append(watcher)
 
     def remove(self) -> None:
-        """Stop being told; when nobody is, the module has its own forward again."""
+        """Stop being told; when nobody is, the module is as it was."""
         if self._watcher in self._watchers:
             self._watchers.remove(self._watcher)
-        # Somebody else may have swapped it again, and calls ours.
-        if not self._watchers and _is_swapped(self._module) and _watchers(self._module) is self._watchers:
-            del self._module.__dict__["forward"]
+        if not self._watchers:
+            _give_back(self._module)
 
 
-def _is_swapped(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("forward"), SWAPPED)
+class SeenForward(OwnForward):
+    """What a module's own forward computes; who watches is told."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.watchers: list[Watcher] = []
+        self.__signature__ = inspect.signature(MethodType(type(module).forward, module))
 
-def _watchers(module: nn.Module) -> list[Watcher]:
-    watchers: list[Watcher] = getattr(vars(module)["forward"], SWAPPED)
-    return watchers
-
-
-def _swap(module: nn.Module) -> None:
-    plain = type(module).forward
-    watchers: list[Watcher] = []
-
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = plain(self, *args, **kwargs)
-        if self is module:  # and not a copy of it
-            for watcher in watchers:
-                watcher(args, kwargs, output)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        output = type(module).forward(module, *args, **kwargs)
+        for watcher in self.watchers:
+            watcher(args, kwargs, output)
         return output
 
-    setattr(forward, SWAPPED, watchers)
-    # Bound to the module: its deep copies have one of their own, and a pickle takes the class's.
-    module.__dict__["forward"] = MethodType(forward, module)
+    def __reduce__(self) -> Any:
+        """A copy, where a module copies all that it has, is that of the module's copy: nobody watches it."""
+        return type(self), (self.module,)
+
+
+def _state(module: nn.Module) -> Any:
+    """What copy and pickle take of a module."""
+    state = type(module).__getstate__(module)
+    if not isinstance(state, dict):
+        return state
+    ours = _ours(state)
+    return {name: value for name, value in state.items() if name not in ours}
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+    _give_back(replica)
+    return replica
+
+
+_COPYING: dict[str, Callable[[nn.Module], Any]] = {"__getstate__": _state, "_replicate_for_data_parallel": _replica}
+
+
+def _ours(attributes: Mapping[str, Any]) -> list[str]:
+    """Which of a module's attributes are ours, and not what somebody else has put there meanwhile."""
+    ours = [name for name, own in _COPYING.items() if getattr(attributes.get(name), "__func__", None) is own]
+    return ["forward", *ours] if isinstance(attributes.get("forward"), SeenForward) else ours
+
+
+def _give_back(module: nn.Module) -> None:
+    for name in _ours(vars(module)):
+        del vars(module)[name]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import platform
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -80,40 +81,32 @@ def comparing(
 class Table:
     """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later.
 
-    Torch's other threads may begin while this one still fills in the later jobs, and must be told to `end`.
+    Torch's other threads `begin` while this one still fills in the later jobs. Whatever happens then, they have to be
+    told to `end`, and how many jobs were filled in: where not all were, no more are done. Both are calls of compiled
+    code and no function of Python's, which an interrupt could cut off at its first line.
     """
 
     def __init__(self, jobs: list[int], loops: ModuleType) -> None:
-        self._loops = loops
         self.numbers = array("q", bytes(8 * HEAD))
-        self.numbers[JOBS] = len(jobs) // FIELDS
+        self.numbers[JOBS] = self._jobs = len(jobs) // FIELDS
         self.numbers[THREADS : THREADS + len(Threads._fields)] = array("q", threads_of_torch() or Threads(0, 0, 0, 0))
         self.numbers.extend(jobs)
-        self._address, _ = self.numbers.buffer_info()
-
-    def begin(self) -> None:
-        """Have the other threads begin, with the first jobs as soon as they are `ready`."""
-        self._loops.begin(self._address)
+        address, _ = self.numbers.buffer_info()
+        self.begin: Callable[[], None] = partial(loops.begin, address)
+        self.end: Callable[[int], bool] = partial(loops.end, address)  # whether every sketch came out finite
 
     def ready(self, jobs: int) -> None:
         """So many jobs, the first ones, are as they are to be done."""
         if IN_ORDER:
             self.numbers[READY] = jobs
 
-    def drop(self) -> None:
-        """Do no more of these jobs; what was done of them is of no use."""
-        self.numbers[READY] = -1
-        self._loops.end(self._address)
-
-    def end(self) -> bool:
-        """Do what is left of all jobs; whether every sketch came out finite."""
-        self.numbers[READY] = self.numbers[JOBS]
-        return not self._loops.end(self._address)
-
     def run(self) -> bool:
         """Do all of these jobs; whether every sketch came out finite."""
-        self._loops.begin(self._address)
-        return self.end()
+        try:
+            self.begin()
+        finally:
+            finite = self.end(self._jobs)
+        return finite
 
 
 def readable(matrices: Iterable[Tensor]) -> bool:

@@ -11,11 +11,20 @@ from typing import Any, no_type_check
 
 import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
-from numba.extending import intrinsic
 
 from dualform.memory.xxh3 import copy_blocks, hash_rows
+from dualform.recording.intrinsics import (
+    LINE,
+    call,
+    doubles,
+    floats,
+    longs,
+    now,
+    put_line,
+    start_threads,
+    take_next,
+    tell,
+)
 from dualform.recording.jobs import (
     COMPARE,
     COPY,
@@ -35,80 +44,7 @@ from dualform.recording.jobs import (
 Array = np.ndarray[Any, Any]
 FAST = {"reassoc", "contract"}
 carray = numba.carray  # type: ignore[attr-defined]
-_LONG = ir.IntType(64)
-LINE = 16  # fp32 numbers of a line of the caches
 _ZERO, _ONE, _NONE = np.float32(0.0), np.float32(1.0), np.float64(0.0)
-
-
-@no_type_check
-def _pointer_to(kind, element) -> Any:
-    """An intrinsic that takes an address for that of numbers of one kind."""
-
-    @intrinsic
-    @no_type_check
-    def pointer(context, address) -> Any:
-        def generate(context, builder, signature, arguments) -> Any:
-            return builder.inttoptr(arguments[0], element.as_pointer())
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return pointer
-
-
-_longs = _pointer_to(types.int64, _LONG)
-_floats = _pointer_to(types.float32, ir.FloatType())
-_doubles = _pointer_to(types.float64, ir.DoubleType())
-
-
-@intrinsic
-@no_type_check
-def _next(context, table, at) -> Any:
-    """Add one to an entry of the table, whatever other threads do; what it was before."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.atomic_rmw("add", builder.gep(data, [arguments[1]]), ir.Constant(_LONG, 1), "acq_rel")
-
-    return types.int64(table, types.int64), generate
-
-
-@intrinsic
-@no_type_check
-def _now(context, table, at) -> Any:
-    """An entry of the table as it is now, with all that was written before it."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.load_atomic(builder.gep(data, [arguments[1]]), "acquire", 8)
-
-    return types.int64(table, types.int64), generate
-
-
-@intrinsic
-@no_type_check
-def _call(context, address) -> Any:
-    """Call what is at an address, and takes nothing; what it says is a small whole number, if anything."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind), []), _LONG)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-@no_type_check
-def _start(context, address, function, argument, threads) -> Any:
-    """Have GNU's OpenMP run a function, of an argument, in so many threads but this one."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        short = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, short]).as_pointer()
-        given = [*arguments[1:3], builder.trunc(arguments[3], short)]
-        builder.call(builder.inttoptr(arguments[0], kind), given)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
 @numba.njit(nogil=True, fastmath=FAST, error_model="numpy")
@@ -168,32 +104,17 @@ def _add_rows(heads: Array, gradients: Array, total: Array) -> None:
             total[4, j] += (i + k) + (m + n)
 
 
-@intrinsic
-@no_type_check
-def _put(context, target, source) -> Any:
-    """Copy a line of sixteen numbers past the caches, which belong to the training; the target is aligned to it."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        line = ir.VectorType(ir.FloatType(), LINE).as_pointer()
-        to, from_ = (builder.inttoptr(address, line) for address in arguments)
-        stored = builder.store(builder.load(from_, align=4), to, align=4 * LINE)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
 def _move(source: int, target: int, count: int) -> None:
     """Copy numbers that nobody will look at soon."""
-    numbers, place = carray(_floats(source), count), carray(_floats(target), count)
+    numbers, place = carray(floats(source), count), carray(floats(target), count)
     at = 0
     while at < count and (target + 4 * at) % (4 * LINE):
         place[at] = numbers[at]
         at += 1
     while at + LINE <= count:
-        _put(target + 4 * at, source + 4 * at)
+        put_line(target + 4 * at, source + 4 * at)
         at += LINE
     while at < count:
         place[at] = numbers[at]
@@ -225,18 +146,18 @@ def _take(job: Array, part: int) -> None:
     rows, width, out, parts = job[1], job[2], job[3], job[4]
     start, stop = rows * part // parts, rows * (part + 1) // parts
     count = stop - start
-    keys = carray(_floats(job[5] + 4 * start * width), (count, width))
-    gradients = carray(_floats(job[6] + 4 * start * out), (count, out))
-    heads = carray(_floats(job[11] + 4 * (5 * out * parts + 4 * start)), (count, 4))
-    sums = carray(_doubles(_after(job)), 2 * parts)
+    keys = carray(floats(job[5] + 4 * start * width), (count, width))
+    gradients = carray(floats(job[6] + 4 * start * out), (count, out))
+    heads = carray(floats(job[11] + 4 * (5 * out * parts + 4 * start)), (count, 4))
+    sums = carray(doubles(_after(job)), 2 * parts)
     if job[8]:
         _keep(job[5] + 4 * start * width, job[8] + 4 * start * width, count * width, job[12])
     if job[14]:
         hash_rows(job[5] + 4 * start * width, 4 * width, count, job[14] + 16 * start)
-    _multiply(keys, carray(_floats(job[7]), (4, width)), heads)
+    _multiply(keys, carray(floats(job[7]), (4, width)), heads)
     if job[9]:
         _keep(job[6] + 4 * start * out, job[9] + 4 * start * out, count * out, job[12])
-    _add_rows(heads, gradients, carray(_floats(job[11] + 20 * out * part), (5, out)))
+    _add_rows(heads, gradients, carray(floats(job[11] + 20 * out * part), (5, out)))
     of_weight = of_bias = _NONE
     for row in range(count):
         size = np.float64(_square(gradients, row))
@@ -250,7 +171,7 @@ def _take(job: Array, part: int) -> None:
 def _took(job: Array) -> bool:
     """All parts are there: their sums, and the sizes of their terms; whether the sums are finite."""
     out, parts = job[3], job[4]
-    total, each = carray(_floats(job[10]), 5 * out), carray(_floats(job[11]), (parts, 5 * out))
+    total, each = carray(floats(job[10]), 5 * out), carray(floats(job[11]), (parts, 5 * out))
     for at in range(5 * out):
         total[at] = each[0, at]
     for part in range(1, parts):
@@ -259,7 +180,7 @@ def _took(job: Array) -> bool:
     spoiled = _ZERO
     for at in range(5 * out):
         spoiled += total[at] * _ZERO  # NaN where it is not finite
-    each_sum, sums = carray(_doubles(_after(job)), 2 * parts), carray(_doubles(job[13]), 2)
+    each_sum, sums = carray(doubles(_after(job)), 2 * parts), carray(doubles(job[13]), 2)
     sums[0] = sums[1] = _NONE
     for part in range(parts):
         sums[0] += each_sum[2 * part]
@@ -272,8 +193,8 @@ def _took(job: Array) -> bool:
 def _compare(job: Array, step: int) -> None:
     """‖G‖², G·S and ‖S‖² of the sketch of a gradient and of some rows of what the events put into it, in fp64."""
     rows, columns, first = job[1], job[2], job[8]
-    result = carray(_floats(job[10] + step * job[7]), (rows, columns))
-    events = carray(_floats(job[5] + step * job[6]), (5, rows))
+    result = carray(floats(job[10] + step * job[7]), (rows, columns))
+    events = carray(floats(job[5] + step * job[6]), (5, rows))
     gradient = common = own = _NONE
     for row in range(rows):
         for c in range(columns):
@@ -281,7 +202,7 @@ def _compare(job: Array, step: int) -> None:
             gradient += g * g
             common += g * s
             own += s * s
-    sums = carray(_doubles(job[13] + step * job[14]), 3)
+    sums = carray(doubles(job[13] + step * job[14]), 3)
     sums[0], sums[1], sums[2] = gradient, common, own
 
 
@@ -292,13 +213,13 @@ def _project(job: Array, part: int) -> None:
     rows, width, parts = job[1], job[2], job[4]
     start, stop = rows * part // parts, rows * (part + 1) // parts
     count = stop - start
-    matrix = carray(_floats(job[5] + 4 * start * width), (count, width))
+    matrix = carray(floats(job[5] + 4 * start * width), (count, width))
     if job[0] == PROJECT:
-        result = carray(_floats(job[10] + 16 * start), (count, 4))
-        _multiply(matrix, carray(_floats(job[7]), (4, width)), result)
+        result = carray(floats(job[10] + 16 * start), (count, 4))
+        _multiply(matrix, carray(floats(job[7]), (4, width)), result)
     else:
-        wide = carray(_doubles(job[10] + 32 * start), (count, 4))
-        _multiply(matrix, carray(_doubles(job[7]), (4, width)), wide)
+        wide = carray(doubles(job[10] + 32 * start), (count, 4))
+        _multiply(matrix, carray(doubles(job[7]), (4, width)), wide)
 
 
 @numba.njit("void(i8, i8, f8[:, ::1], f8[:, ::1], f8[::1])", cache=True, fastmath=FAST, error_model="numpy")
@@ -306,7 +227,7 @@ def _project(job: Array, part: int) -> None:
 def follow(rows: int, stride: int, factors: Array, moved: Array, sizes: Array) -> None:
     """Add up fp32 rows, so many bytes apart, times each of two factors, in fp64; the square of the size of each."""
     for row in range(len(sizes)):
-        numbers = carray(_floats(rows + stride * row), moved.shape[1])
+        numbers = carray(floats(rows + stride * row), moved.shape[1])
         a, b, size = factors[0, row], factors[1, row], _NONE
         for at in range(len(numbers)):
             value = np.float64(numbers[at])
@@ -320,7 +241,7 @@ def follow(rows: int, stride: int, factors: Array, moved: Array, sizes: Array) -
 @no_type_check
 def _copy_ids(source, target, count) -> int:
     """Copy whole numbers; the largest of them, where a negative one is larger than all others."""
-    numbers, place = carray(_longs(source), count), carray(_longs(target), count)
+    numbers, place = carray(longs(source), count), carray(longs(target), count)
     high = np.uint64(0)
     for at in range(count):
         place[at] = numbers[at]
@@ -335,7 +256,7 @@ def _do(table: Array, at: int, part: int) -> None:
     job = table[at : at + FIELDS]
     if job[0] == TAKE:
         _take(job, part)
-        if _next(table, at + FIELDS - 1) == job[4] - 1 and not _took(job):  # that was the last part
+        if take_next(table, at + FIELDS - 1) == job[4] - 1 and not _took(job):  # that was the last part
             table[SPOILED] = 1
     elif job[0] == COPY:
         _move(job[5], job[10], job[1])
@@ -367,15 +288,15 @@ def _do_all(table: Array) -> None:
     used last itself, in its own caches.
     """
     shares = table[SHARES]
-    own = _call(table[THREADS + 1]) if shares > 1 else 0
+    own = call(table[THREADS + 1]) if shares > 1 else 0
     for further in range(shares):
         share = (own + further) % shares
         while True:
-            number, part = _part(table, _next(table, SHARE_LINE * (1 + share)), share)
+            number, part = _part(table, take_next(table, SHARE_LINE * (1 + share)), share)
             if number < 0:
                 break
-            while _now(table, READY) <= number:
-                if _now(table, READY) < 0:
+            while now(table, READY) <= number:
+                if now(table, READY) < 0:
                     return
             _do(table, HEAD + FIELDS * number, part)
 
@@ -392,30 +313,34 @@ def _work(start) -> None:
 def _begin(work, start) -> None:
     """Have torch's other threads begin with a table's jobs, as soon as they are ready."""
     table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
-    threads = _call(table[THREADS]) if table[THREADS] else 1
+    threads = call(table[THREADS]) if table[THREADS] else 1
     table[READY], table[SPOILED], table[SHARES] = 0, 0, min(threads, SHARED)
     for share in range(table[SHARES]):
         table[SHARE_LINE * (1 + share)] = 0
     for number in range(table[JOBS]):
         table[HEAD + FIELDS * number + FIELDS - 1] = 0
     if threads > 1:
-        _start(table[THREADS + 2], work, table.ctypes.data, threads)
+        start_threads(table[THREADS + 2], work, table.ctypes.data, threads)
 
 
-@numba.cfunc("i8(CPointer(i8))", cache=True, nopython=True)
+@numba.cfunc("b1(CPointer(i8), i8)", cache=True, nopython=True)
 @no_type_check
-def _end(start) -> int:
-    """Take part in a table's jobs until all are done, by this thread or another; whether a sketch was not finite."""
+def _end(start, ready) -> bool:
+    """Take part in a table's jobs until all are done, by this thread or another; whether every sketch came out finite.
+
+    Where not all are ready, no more of them are done.
+    """
     table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
+    tell(table, READY, ready if ready == table[JOBS] else -1)
     _do_all(table)
     if table[SHARES] > 1:
-        _call(table[THREADS + 3])
+        call(table[THREADS + 3])
     table[SHARES] = 1  # nobody else is at it, also where this is called again
-    return table[SPOILED]
+    return table[SPOILED] == 0
 
 
 copy_ids = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(_copy_ids.address)
 """Takes the addresses of ids and of a copy, and how many they are."""
 begin = partial(ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(_begin.address), _work.address)
-end = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(_end.address)
-"""Both take the address of a table."""
+end = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)(_end.address)
+"""Both take the address of a table, `end` also how many of its jobs are ready to be done."""

@@ -206,7 +206,7 @@ class Taking:
             return None
         row = self._place(room, arena)
         jobs, at = self._jobs, HEAD
-        numbers, orders = jobs.numbers, []
+        numbers, orders, filled = jobs.numbers, [], 0
         try:
             jobs.begin()
             for ((order, use, stored, version, batch), gradient), (of, shape, fixed, of_gradient) in zip(
@@ -226,14 +226,15 @@ class Taking:
                 numbers[at + MATRIX], numbers[at + GRADIENTS] = rows_at, gradients_at
                 orders.append((order, batch))
                 at += FIELDS
-                jobs.ready(len(orders))
+                filled += 1
+                jobs.ready(filled)
         except RuntimeError:  # a tensor that does not lie in memory: sparse, or inside a vmap
             return None
         finally:
-            if len(orders) < len(waiting):
-                jobs.drop()
+            finite = jobs.end(filled)
+            if filled < len(waiting):
                 arena.give_back(room)
-        return self._copied(waiting, orders, room, row, jobs.end())
+        return self._copied(waiting, orders, room, row, finite)
 
     def matches(self, waiting: Waiting, rows: Sequence[Rows]) -> bool:
         """Whether the routine is for rows like these."""
@@ -318,7 +319,7 @@ class Sketching:
     def sketch(self, gradients: Sequence[Tensor]) -> Sketched | None:
         """The sketches of all gradients, one after the other; None where the loops cannot read one of them."""
         row, start = self.ring.next()
-        jobs, at, ready = self._jobs, HEAD, 0
+        jobs, at, filled = self._jobs, HEAD, 0
         numbers = jobs.numbers
         try:
             jobs.begin()
@@ -328,14 +329,12 @@ class Sketching:
                     return None
                 numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
                 at += FIELDS
-                ready += 1
-                jobs.ready(ready)
+                filled += 1
+                jobs.ready(filled)
         except RuntimeError:  # a gradient that does not lie in memory as it is
             return None
         finally:
-            if ready < len(gradients):
-                jobs.drop()
-        jobs.end()
+            jobs.end(filled)
         return sketched((self, self.ring.results, row))
 
 
