@@ -35,7 +35,7 @@ BATCH = 128
 # The parts overlap: what is indented is inside the part above it.
 PARTS: list[tuple[str, Any, str, str]] = [
     ("reading the ids", Recorder, "batch", "wall"),
-    ("calls of layers", Capture, "_saw_forward", "wall"),
+    ("forward hooks", Capture, "saw_forward", "wall"),
     ("gradient hooks", Capture, "_saw_gradient", "wall"),
     ("end of backward", Capture, "_ended", "wall"),
     ("  keys and gradients copied and sketched", Taking, "take", "wall"),

@@ -151,23 +151,22 @@ def _openmp(name: str) -> Callable[[int], int] | None:
 class Threads(NamedTuple):
     """The addresses of what GNU's OpenMP offers, as far as the compiled loops need it.
 
-    How many threads there are, the number of each, and what has them run a function until it is told to end. These
-    threads wait awake for the next operation of the thread that trains; others would have to take their cores.
+    How many threads there are, the number of each, and what has all of them run a function. These threads wait awake
+    for the next operation of the thread that trains; others would have to take their cores.
     """
 
     most: int
     number: int
-    start: int
-    end: int
+    parallel: int
 
 
 @functools.cache
 def threads_of_torch() -> Threads | None:
-    """Torch's own threads; None where they cannot be had, as with another OpenMP."""
-    names = "omp_get_max_threads", "omp_get_thread_num", "GOMP_parallel_start", "GOMP_parallel_end"
+    """Torch's own threads; None where its OpenMP is neither GNU's nor offers the same."""
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with contextlib.suppress(AttributeError, OSError, TypeError):
             loaded = ctypes.CDLL(library)
+            names = "omp_get_max_threads", "omp_get_thread_num", "GOMP_parallel"
             places = (ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in names)
             return Threads(*(place or 0 for place in places))
     return None

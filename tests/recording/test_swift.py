@@ -1,9 +1,7 @@
 """The recorder's compiled loops: sketches like torch's, from the same step on in every recording of a training."""
 
-import contextlib
-import ctypes
-import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import nn
 
+import dualform
 from dualform.errors import BadIds
 from dualform.fast import load
 from dualform.memory.arena import Arena, Shape, held
@@ -22,11 +22,20 @@ from dualform.memory.slab import Slab, array_in
 from dualform.recording import swift
 from dualform.recording.ids import read_ids
 from dualform.recording.jobs import FIELDS, HEAD, RESULT, projecting
-from dualform.recording.routine import Sketching, Taking
+from dualform.recording.routine import Taking
 from dualform.recording.targets import find_targets
-from small import run
+from faults import compiled
+from small import network, run
 
 pytest.importorskip("numba")
+
+
+@pytest.fixture
+def compiled_loops() -> swift.Swift:
+    loops = swift.Swift()
+    loops.numbers = swift.PAYS + 1
+    loops.reached(1)
+    return loops
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (1, 30), (2, 7), (5, 17), (64, 784), (801, 3), (3, 65536)])
@@ -54,6 +63,7 @@ def test_a_projection_is_the_product(rows: int, width: int, dtype: torch.dtype, 
     "ids",
     [
         torch.arange(7),
+        torch._neg_view(-torch.arange(7)),
         torch.tensor([0, 19, 3, 19]),
         torch.tensor([[1, 2], [3, 4]]),
         torch.arange(10)[::2],
@@ -86,7 +96,7 @@ def test_ids_are_read_as_without_the_loops(ids: object, examples: int | None) ->
     found, plain = read(loops), read(None)
     assert found == plain
     if isinstance(plain, list):
-        assert plain == np.asarray(ids).tolist()
+        assert plain == (ids.tolist() if isinstance(ids, torch.Tensor) else np.asarray(ids).tolist())
     assert not before.any() and not slab.zeros((3,), np.int64).any()
 
 
@@ -99,11 +109,10 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("rows, width, outputs", [(1, 1, 1), (3, 7, 2), (5, 784, 10), (128, 784, 800), (301, 33, 65)])
-def test_what_torchs_threads_take_is_the_plain_product(rows: int, width: int, outputs: int, threads: None) -> None:
+def test_what_torchs_threads_take_is_the_plain_product(
+    rows: int, width: int, outputs: int, threads: None, compiled_loops: swift.Swift
+) -> None:
     generator = torch.Generator().manual_seed(rows)
-    loops = swift.Swift()
-    loops.numbers = swift.PAYS + 1
-    loops.reached(1)
     layer = nn.Linear(width, outputs)
     (use,) = find_targets(layer, None, seed=0).uses
     keys = torch.randn(rows, width, generator=generator)
@@ -111,7 +120,7 @@ def test_what_torchs_threads_take_is_the_plain_product(rows: int, width: int, ou
     wide = zip(use.streams, (width, outputs, 2), (torch.float32, torch.float32, torch.int64), strict=True)
     shapes = {name: Shape(2 * rows, columns, dtype) for name, columns, dtype in wide}
     waiting = [((0, use, keys, keys._version, None), gradients)]
-    routine, arena = Taking(waiting, [(keys, gradients)], True, loops), Arena(shapes, pinned=False)
+    routine, arena = Taking(waiting, [(keys, gradients)], True, compiled_loops), Arena(shapes, pinned=False)
     for _ in range(2):
         found = routine.take(waiting, arena)
         assert found is not None and not found.needed
@@ -195,60 +204,85 @@ def test_what_is_followed_is_the_plain_sum(steps: int, numbers: int) -> None:
     assert np.allclose(sizes, np.square(wide).sum(axis=1), rtol=1e-12)
 
 
-@pytest.mark.parametrize("filled", [0, 1, 2])
-def test_jobs_that_were_not_filled_in_are_not_done(threads: None, filled: int) -> None:
-    loops = swift.Swift()
-    loops.numbers = swift.PAYS + 1
-    loops.reached(1)
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 12])
+def test_any_number_of_threads_does_every_part_once(count: int, threads: None, compiled_loops: swift.Swift) -> None:
     columns = torch.randn(4, 500)
-    matrices, results = [torch.randn(300, 500) for _ in range(2)], [torch.zeros(300, 4) for _ in range(2)]
-    table = loops.table([number for matrix in matrices for number in projecting(matrix, columns)])
-    for at, result in enumerate(results):
-        table.numbers[HEAD + FIELDS * at + RESULT] = result.data_ptr()
-    table.begin()
-    table.ready(filled)
-    assert table.end(filled)
-    if filled < 2:
-        assert not results[1].any()
-    assert table.run()
-    for matrix, result in zip(matrices, results, strict=True):
-        torch.testing.assert_close(result, matrix @ columns.T, rtol=1e-4, atol=1e-4)
+    matrices = [torch.randn(rows, 500) for rows in (1, 300, 2000)]
+    numbers = [number for matrix in matrices for number in projecting(matrix, columns)]
+    table = compiled_loops.table(numbers, [HEAD + FIELDS * at + RESULT for at in range(3)])
+
+    def is_done() -> bool:
+        results = [torch.zeros(len(matrix), 4) for matrix in matrices]
+        assert table.run([result.data_ptr() for result in results])
+        return all(
+            torch.allclose(result, matrix @ columns.T, rtol=1e-4, atol=1e-4)
+            for matrix, result in zip(matrices, results, strict=True)
+        )
+
+    for number in (count, 1, count, 2):
+        torch.set_num_threads(number)
+        assert is_done()
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(is_done).result()
 
 
-def test_an_interrupt_leaves_no_thread_of_torch_behind(threads: None) -> None:
-    """Wherever it comes while jobs are filled in: the threads are told to end, and serve torch as before."""
-    loops = swift.Swift()
-    loops.numbers = swift.PAYS + 1
-    loops.reached(1)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    targets = find_targets(model, None, seed=0).parameters
-    gradients = [torch.randn_like(target.parameter) for target in targets]
-    sketching = Sketching(targets, loops)
-    first = sketching.sketch(gradients)
-    assert first is not None
-    expected = [sketch.copy() for sketch in first()]
-    in_parallel = ctypes.CDLL(None).omp_in_parallel
-    interrupts, armed = 0, False
+def test_a_table_takes_as_many_numbers_as_change(compiled_loops: swift.Swift) -> None:
+    matrix, result = torch.randn(3, 5), torch.zeros(3, 4)
+    table = compiled_loops.table(projecting(matrix, torch.randn(4, 5)), [HEAD + RESULT])
+    with pytest.raises(ValueError, match="1 numbers change, and 2 are given"):
+        table.run([result.data_ptr(), 0])
+    assert not result.any()
 
-    def interrupt(*_: Any) -> None:
-        nonlocal interrupts, armed
-        if armed:
-            armed, interrupts = False, interrupts + 1
-            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for turn in range(3000):
-            with contextlib.suppress(KeyboardInterrupt):
-                armed = True
-                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 100))
-                for _ in range(20):
-                    sketching.sketch(gradients)
-                armed = False
-            assert not in_parallel()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupts > 100
-    last = sketching.sketch(gradients)
-    assert last is not None and all(map(np.array_equal, last(), expected))
+def test_a_sketch_that_is_not_finite_is_told_of_once(compiled_loops: swift.Swift) -> None:
+    layer = nn.Linear(5, 2)
+    (use,) = find_targets(layer, None, seed=0).uses
+    keys, gradients = torch.randn(3, 5), torch.randn(3, 2)
+    waiting = [((0, use, keys, keys._version, None), gradients)]
+    shapes = {name: Shape(9, width, torch.float32) for name, width in zip(use.streams[:2], (5, 2), strict=True)}
+    routine, arena = Taking(waiting, [(keys, gradients)], False, compiled_loops), Arena(shapes, pinned=False)
+    needed = []
+    for value in (1.0, float("inf"), 2.0):
+        gradients[1, 1] = value
+        found = routine.take(waiting, arena)
+        assert found is not None
+        needed.append(len(found.needed))
+    assert needed == [0, 1, 0]
+
+
+@pytest.mark.parametrize("of", ["keys", "gradients"])
+def test_numbers_that_only_stand_for_their_negatives_are_not_read_as_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    class Negative(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return -x
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> Any:
+            return torch._neg_view(gradient)
+
+    compiled(monkeypatch, room=4 << 10)
+    x = torch.randn(20, 6)
+    model = network(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", on_error="raise") as recorder:
+        for step in range(1, 61):
+            ids = (torch.arange(5) + step) % 20
+            keys = torch._neg_view(x[ids]) if of == "keys" and step % 2 else x[ids]
+            with recorder.batch(ids):
+                y = Negative.apply(model(keys)) if of == "gradients" and step % 2 else model(keys)
+                F.cross_entropy(y, ids % 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    memory = dualform.open(tmp_path / "run")
+    assert memory.certificate().exact
+    for block in memory.blocks(0, memory.steps):
+        sign = torch.where((block.steps % 2 == 1) & (of == "keys"), -1, 1)
+        assert block.keys.equal(sign[:, None] * x[block.examples])
+    for block in memory.blocks(1, memory.steps):
+        # Cross-entropy lowers the output of every class but the right one, and the last layer sees it with its sign.
+        sign = torch.where((block.steps % 2 == 1) & (of == "gradients"), -1, 1)
+        right = block.gradients[torch.arange(len(block.examples)), block.examples % 4]
+        assert bool((sign * right < 0).all())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import BadCall, ModelMismatch
-from dualform.layers import LayerType, is_patched, layer_type
+from dualform.layers import LayerType, layer_type
 from dualform.memory import StoredMemory
 from dualform.queries.attend import DUAL, is_memorys, uses_of
 from dualform.queries.focus import Focus
@@ -104,7 +104,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 def _patched(model: nn.Module) -> list[str]:
     """Modules whose forward was replaced on the instance: a copied closure still holds the original's tensors."""
-    names = [name for name, module in model.named_modules() if is_patched(module)]
+    names = [name for name, module in model.named_modules() if "forward" in vars(module)]
     return [f"{name} has a forward patched on the instance: the copy may still use the given model" for name in names]
 
 

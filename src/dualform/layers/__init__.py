@@ -4,6 +4,6 @@ A new layer type is one new module here: write a `LayerType` and decorate it wit
 """
 
 from dualform.layers import linear
-from dualform.layers.registry import LayerType, LinearMap, OwnForward, find_layer_type, is_patched, layer_type, register
+from dualform.layers.registry import LayerType, LinearMap, find_layer_type, layer_type, register
 
-__all__ = ["LayerType", "LinearMap", "OwnForward", "find_layer_type", "is_patched", "layer_type", "linear", "register"]
+__all__ = ["LayerType", "LinearMap", "find_layer_type", "layer_type", "linear", "register"]

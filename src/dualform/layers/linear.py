@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dualform.layers.registry import LinearMap, is_patched, register
+from dualform.layers.registry import LinearMap, register
 
 
 @register
@@ -21,7 +21,7 @@ class Linear:
         # A forward of its own (of a subclass, or patched on the instance) may compute anything. The output
         # projection of nn.MultiheadAttention is never called: torch uses its weight directly.
         plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        return plain and not is_patched(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
+        return plain and "forward" not in vars(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
     def maps(self, module: nn.Module) -> Sequence[LinearMap]:
         # A parametrised weight is a computed tensor, not a parameter of the module: nothing accumulates in it.

@@ -48,10 +48,6 @@ class LayerType(Protocol):
         """The module's output from the map's output rows: the inverse of `gradients`."""
 
 
-class OwnForward:
-    """Stands before a module's forward, and computes the same."""
-
-
 _types: dict[str, LayerType] = {}
 
 
@@ -68,11 +64,6 @@ def register(kind: K) -> K:
 def layer_type(name: str) -> LayerType | None:
     """The registered layer type of that name."""
     return _types.get(name)
-
-
-def is_patched(module: nn.Module) -> bool:
-    """Whether a forward was put on the module itself, which may compute anything."""
-    return not isinstance(vars(module).get("forward", OwnForward()), OwnForward)
 
 
 def find_layer_type(module: nn.Module) -> LayerType | None:

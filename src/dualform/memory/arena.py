@@ -103,13 +103,6 @@ class Arena:
         self.bytes += size
         return self._plan, starts
 
-    def give_back(self, room: Room) -> None:
-        """Room that was reserved last is not needed after all, whatever has been written there."""
-        for (stream, _, address, width, rows, _), start in zip(*room, strict=True):
-            self._filled[stream] -= rows
-            self.bytes -= rows * width
-            self.sums.forget(address + start * width, rows * width)
-
     def _planned(self, wanted: Sequence[tuple[str, Shape]]) -> Plan | None:
         plan = []
         for stream, shape in wanted:

@@ -30,11 +30,6 @@ class BlockSums:
         """Begin anew: other rows come to lie in the arena."""
         self._known.fill(0)
 
-    def forget(self, address: int, size: int) -> None:
-        """The sums of what lies there are not those of what will."""
-        start = address - self._address
-        self._known[start // BLOCK : -(-(start + size) // BLOCK)] = 0
-
     @property
     def any(self) -> bool:
         """Whether there is any block of which the sums are known."""

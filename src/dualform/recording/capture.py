@@ -1,7 +1,7 @@
 """The hooks that turn a backward pass into events, without changing anything in it.
 
-Who watches a layer's calls puts a tensor hook on its output, which keeps the gradient. When the backward pass has
-ended, keys and gradients are copied, and the weights' post-accumulate hooks have said which of them became events: only
+A forward hook puts a tensor hook on the layer's output, which keeps the gradient. When the backward pass has ended,
+keys and gradients are copied, and the weights' post-accumulate hooks have said which of them became events: only
 where a gradient reached the weight.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _current_graph_task_id as current_task
 from torch._C._functorch import (
     is_batchedtensor,
@@ -25,12 +25,12 @@ from torch._C._functorch import (
     is_legacy_batchedtensor,
     maybe_current_level,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from dualform.memory.arena import Staging
 from dualform.recording.backward import Backward
 from dualform.recording.calls import Forward, Known
-from dualform.recording.forwards import Watching
 from dualform.recording.ids import NO_EXAMPLE, Batch, Numbers, nowhere
 from dualform.recording.plain import run_plain
 from dualform.recording.routine import Rows, Taking
@@ -42,6 +42,24 @@ KINDS = 4  # of backward passes, for which there is a routine each
 PENDING = 1024  # backward passes that one parameter may gather before a step
 OURS = "dualform"  # among a tensor's hooks, of which torch numbers its own
 _gradient, _NONE = attrgetter("grad"), itertools.repeat(None)
+
+
+def inert(*_: Any) -> None:
+    """What a hook becomes in a copy of the model: nothing."""
+
+
+def _make_inert() -> Callable[..., None]:
+    return inert
+
+
+class _ForwardHook(partial):  # type: ignore[type-arg]
+    """A module's forward hook; in a deep copy or a pickle of the model it does nothing."""
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return inert
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_inert, ()
 
 
 class Hooks(dict[Any, Any]):
@@ -77,12 +95,13 @@ class Capture:
         self.ended: list[Backward] = []  # those that are still to be settled
         self.routines: list[Taking] = []  # for passes of several kinds, the last one first
         self._accumulated: list[Tensor] = []
-        self._handles: list[RemovableHandle | Watching] = []
+        self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
         """Put the hooks on, ours before the user's: a hook that replaces an output must come after."""
         for use in self._targets.uses:
-            self._handles.append(Watching(use.module, partial(self._saw_forward, use)))
+            hook = _ForwardHook(self.saw_forward, use)
+            self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         for target in self._targets.parameters:
             # A frozen parameter takes no such hook, but keeps one it got before.
             frozen = not target.parameter.requires_grad
@@ -101,7 +120,9 @@ class Capture:
         self.ended.clear()
         self._accumulated.clear()
 
-    def _saw_forward(self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def saw_forward(
+        self, use: Use, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """A recorded module was called: wait for its gradient, if one can come."""
         # Between two large products the interpreter itself has left the cache, and every line is slow: so here and in
         # the gradient's hook the least possible, and the rest for all layers at once when the backward pass has ended.
@@ -112,7 +133,7 @@ class Capture:
             if maybe_current_level() is not None and _is_wrapped(output):
                 return
             stored = args[0] if args else kwargs.get("input")
-            if not isinstance(stored, Tensor) or not (use.parameter.requires_grad or use.trained):
+            if not isinstance(stored, Tensor) or not (use.weight.parameter.requires_grad or use.trained):
                 return
             if use.copy_at_forward:
                 stored = stored.detach().clone().requires_grad_(stored.requires_grad)
@@ -145,10 +166,7 @@ class Capture:
         if backward is None or gradient is None:  # recording has stopped, or nothing flows back to this layer
             return
         backward.waiting.append((forward, gradient))
-        try:
-            backward.bytes += gradient.nbytes
-        except RuntimeError:  # a sparse one
-            backward.bytes += gradient.numel() * gradient.itemsize
+        backward.bytes += gradient.numel() * gradient.itemsize  # `nbytes` raises for a sparse one
         if backward.bytes > WAITING:
             self.shield(run_plain, self._take_in, backward)
 
@@ -360,8 +378,9 @@ def _product(output: Tensor) -> Tensor:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor lives inside a vmap or a torch.func.grad, where nothing ever accumulates into a parameter."""
-    return bool(is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor) or is_gradtrackingtensor(tensor))
+    """Whether a tensor lives inside a vmap or a torch.func.grad, or has no numbers: nothing of it ever accumulates."""
+    inside = is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor) or is_gradtrackingtensor(tensor)
+    return bool(inside or isinstance(tensor, FakeTensor))
 
 
 def _is_gone(tensor: Tensor) -> bool:

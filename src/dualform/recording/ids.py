@@ -81,7 +81,14 @@ class Batch:
 def read_ids(ids: Any, examples: int | None, slab: Slab, loops: ModuleType | None) -> Ids:
     """A copy of ids as the user gives them, checked: whole numbers from 0 to the end of the examples table."""
     # Numpy's code has left the cache between two steps, and takes a tenth of a millisecond for this.
-    if loops is not None and type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous():
+    if (
+        loops is not None
+        and type(ids) is Tensor
+        and ids.dtype is torch.int64
+        and ids.is_cpu
+        and ids.is_contiguous()
+        and not ids.is_neg()
+    ):
         count = ids.numel()
         piece = slab.piece(8 * count)
         if loops.copy_ids(ids.data_ptr(), piece[2], count) < (1 << 63 if examples is None else examples):
@@ -97,7 +104,7 @@ def read_ids(ids: Any, examples: int | None, slab: Slab, loops: ModuleType | Non
     if kind is not torch.int64 and (kind.is_floating_point or kind.is_complex or kind is torch.bool):
         raise BadIds(f"ids must be whole numbers (int64); these are {kind}. Convert them with .long().")
     numbers = array_in(piece, shape, np.dtype(np.int64))
-    np.copyto(numbers, tensor.numpy() if tensor.is_cpu else tensor.detach().cpu().numpy())
+    np.copyto(numbers, tensor.numpy(force=True))
     high = int(np.maximum.reduce(numbers.view(np.uint64), axis=None))  # a negative number is a large one here
     if high >= 1 << 63:
         raise BadIds(f"ids must be 0 or larger; the smallest of these is {int(numbers.min())}.")

@@ -44,31 +44,6 @@ def take_next(context, table, at) -> Any:
 
 @intrinsic
 @no_type_check
-def now(context, table, at) -> Any:
-    """An entry of the table as it is now, with all that was written before it."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.load_atomic(builder.gep(data, [arguments[1]]), "acquire", 8)
-
-    return types.int64(table, types.int64), generate
-
-
-@intrinsic
-@no_type_check
-def tell(context, table, at, value) -> Any:
-    """Set an entry of the table; who sees it there sees all that was written before it."""
-
-    def generate(context, builder, signature, arguments) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        builder.store_atomic(arguments[2], builder.gep(data, [arguments[1]]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(table, types.int64, types.int64), generate
-
-
-@intrinsic
-@no_type_check
 def call(context, address) -> Any:
     """Call what is at an address, and takes nothing; what it says is a small whole number, if anything."""
 
@@ -81,13 +56,13 @@ def call(context, address) -> Any:
 
 @intrinsic
 @no_type_check
-def start_threads(context, address, function, argument, threads) -> Any:
-    """Have GNU's OpenMP run a function, of an argument, in so many threads but this one."""
+def in_threads(context, address, function, argument, threads) -> Any:
+    """Have GNU's OpenMP run a function, of an argument, in so many threads, of which this is one."""
 
     def generate(context, builder, signature, arguments) -> Any:
         short = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, short]).as_pointer()
-        given = [*arguments[1:3], builder.trunc(arguments[3], short)]
+        kind = ir.FunctionType(ir.VoidType(), [_LONG, _LONG, short, short]).as_pointer()
+        given = [*arguments[1:3], builder.trunc(arguments[3], short), ir.Constant(short, 0)]
         builder.call(builder.inttoptr(arguments[0], kind), given)
         return context.get_dummy_value()
 

@@ -8,10 +8,8 @@ are done.
 
 from __future__ import annotations
 
-import platform
 from array import array
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import torch
@@ -19,15 +17,14 @@ from torch import Tensor
 
 from dualform.fast import Threads, threads_of_torch
 
-# Before the first job: how many jobs there are; how many of them are ready to be done, negative where none ever will;
-# whether a sketch was not finite; how many shares every job has; where torch's threads are (see Threads); and on a line
-# of the caches of its own for every share the next part to take of it.
-JOBS, READY, SPOILED, SHARES, THREADS = range(5)
+# Before the first job: how many jobs there are, and how many numbers change from time to time; whether a sketch was not
+# finite; how many shares every job has; the version of the loops; where torch's threads are (see Threads); and the next
+# part to take of every share, each on a line of the caches of its own. Behind the last job: which numbers change.
+JOBS, CHANGING, SPOILED, SHARES, VERSION, THREADS = range(6)
 SHARED, SHARE_LINE = 8, 16
 HEAD, FIELDS = SHARE_LINE * (1 + SHARED), 16
 MATRIX, GRADIENTS, KEYS_TO, GRADIENTS_TO, RESULT, ROOM, CHECKED, SUMS, HASHES_TO = 5, 6, 8, 9, 10, 11, 12, 13, 14
 TAKE, PROJECT, PROJECT_WIDE, COPY, COMPARE = range(5)
-IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")  # other threads see what is written as it is
 ROWS = 8192  # beyond so many, fp32 sums one after the other lose too much
 TAKEN, MULTIPLIED = 1 << 15, 1 << 16  # numbers of one part
 PARTS = 16
@@ -81,38 +78,34 @@ def comparing(
 class Table:
     """Jobs to be done, perhaps again and again: a job begins at HEAD and every FIELDS numbers later.
 
-    Torch's other threads `begin` while this one still fills in the later jobs. Whatever happens then, they have to be
-    told to `end`, and how many jobs were filled in: where not all were, no more are done. Both are calls of compiled
-    code and no function of Python's, which an interrupt could cut off at its first line.
+    `changing` are the numbers that are others every time.
     """
 
-    def __init__(self, jobs: list[int], loops: ModuleType) -> None:
-        self.numbers = array("q", bytes(8 * HEAD))
-        self.numbers[JOBS] = self._jobs = len(jobs) // FIELDS
-        self.numbers[THREADS : THREADS + len(Threads._fields)] = array("q", threads_of_torch() or Threads(0, 0, 0, 0))
-        self.numbers.extend(jobs)
-        address, _ = self.numbers.buffer_info()
-        self.begin: Callable[[], None] = partial(loops.begin, address)
-        self.end: Callable[[int], bool] = partial(loops.end, address)  # whether every sketch came out finite
+    def __init__(self, jobs: list[int], changing: Sequence[int], loops: ModuleType) -> None:
+        head = [0] * HEAD
+        head[JOBS], head[CHANGING] = len(jobs) // FIELDS, len(changing)
+        head[THREADS : THREADS + len(Threads._fields)] = threads_of_torch() or Threads(0, 0, 0)
+        self._numbers = array("q", [*head, *jobs, *changing])
+        self._run, (self._address, _) = loops.run, self._numbers.buffer_info()
+        self._count = len(changing)
 
-    def ready(self, jobs: int) -> None:
-        """So many jobs, the first ones, are as they are to be done."""
-        if IN_ORDER:
-            self.numbers[READY] = jobs
+    def run(self, values: Sequence[int] = ()) -> bool:
+        """Do all jobs, by torch's own threads, with these numbers; whether every sketch came out finite.
 
-    def run(self) -> bool:
-        """Do all of these jobs; whether every sketch came out finite."""
-        try:
-            self.begin()
-        finally:
-            finite = self.end(self._jobs)
+        All at once, without the interpreter's doing anything else: another thread may come with jobs of the same kind.
+        """
+        if len(values) != self._count:
+            raise ValueError(f"{self._count} numbers change, and {len(values)} are given")
+        changed = array("q", values)
+        address, _ = changed.buffer_info()
+        finite: bool = self._run(self._address, address)
         return finite
 
 
 def readable(matrices: Iterable[Tensor]) -> bool:
     """Whether the loops can read matrices or vectors: fp32 numbers on the CPU, one row after the other."""
     for matrix in matrices:
-        plain = matrix.dtype is torch.float32 and matrix.layout is torch.strided
-        if not plain or not matrix.is_cpu or not matrix.is_contiguous():
+        plain = matrix.dtype is torch.float32 and matrix.layout is torch.strided and matrix.is_cpu
+        if not plain or not matrix.is_contiguous() or matrix.is_neg():
             return False
     return True

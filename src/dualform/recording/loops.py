@@ -6,39 +6,42 @@ takes which part makes no difference to any result.
 """
 
 import ctypes
+import zlib
 from functools import partial
+from pathlib import Path
 from typing import Any, no_type_check
 
 import numba
 import numpy as np
 
+from dualform.memory import blocksums, xxh3
 from dualform.memory.xxh3 import copy_blocks, hash_rows
+from dualform.recording import intrinsics, jobs
 from dualform.recording.intrinsics import (
     LINE,
     call,
     doubles,
     floats,
+    in_threads,
     longs,
-    now,
     put_line,
-    start_threads,
     take_next,
-    tell,
 )
 from dualform.recording.jobs import (
+    CHANGING,
     COMPARE,
     COPY,
     FIELDS,
     HEAD,
     JOBS,
     PROJECT,
-    READY,
     SHARE_LINE,
     SHARED,
     SHARES,
     SPOILED,
     TAKE,
     THREADS,
+    VERSION,
 )
 
 Array = np.ndarray[Any, Any]
@@ -295,52 +298,49 @@ def _do_all(table: Array) -> None:
             number, part = _part(table, take_next(table, SHARE_LINE * (1 + share)), share)
             if number < 0:
                 break
-            while now(table, READY) <= number:
-                if now(table, READY) < 0:
-                    return
             _do(table, HEAD + FIELDS * number, part)
 
 
-@numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
 @no_type_check
-def _work(start) -> None:
-    """What each of torch's other threads does."""
-    _do_all(carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS]))
+def _entries(version: int) -> tuple[Any, Any]:
+    """What torch's threads call, and what Python calls; numba looks at `version`, too, before it takes cached code."""
+
+    @numba.cfunc("void(CPointer(i8))", cache=True, nopython=True)
+    @no_type_check
+    def work(start) -> None:
+        table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
+        table[VERSION] = version
+        _do_all(table)
+
+    @numba.cfunc("b1(i8, CPointer(i8), CPointer(i8))", cache=True, nopython=True)
+    @no_type_check
+    def run(work, start, values) -> bool:
+        """Do a table's jobs with these numbers, by torch's own threads; whether every sketch came out finite."""
+        head = carray(start, HEAD)
+        jobs, changing = HEAD + FIELDS * head[JOBS], head[CHANGING]
+        table, changed = carray(start, jobs + changing), carray(values, changing)
+        for at in range(changing):
+            table[table[jobs + at]] = changed[at]
+        threads = call(table[THREADS]) if table[THREADS] else 1
+        table[VERSION], table[SPOILED], table[SHARES] = version, 0, min(threads, SHARED)
+        for share in range(table[SHARES]):
+            table[SHARE_LINE * (1 + share)] = 0
+        for number in range(table[JOBS]):
+            table[HEAD + FIELDS * number + FIELDS - 1] = 0
+        if threads > 1:
+            in_threads(table[THREADS + 2], work, table.ctypes.data, threads)
+        else:
+            _do_all(table)
+        return table[SPOILED] == 0
+
+    return work, run
 
 
-@numba.cfunc("void(i8, CPointer(i8))", cache=True, nopython=True)
-@no_type_check
-def _begin(work, start) -> None:
-    """Have torch's other threads begin with a table's jobs, as soon as they are ready."""
-    table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
-    threads = call(table[THREADS]) if table[THREADS] else 1
-    table[READY], table[SPOILED], table[SHARES] = 0, 0, min(threads, SHARED)
-    for share in range(table[SHARES]):
-        table[SHARE_LINE * (1 + share)] = 0
-    for number in range(table[JOBS]):
-        table[HEAD + FIELDS * number + FIELDS - 1] = 0
-    if threads > 1:
-        start_threads(table[THREADS + 2], work, table.ctypes.data, threads)
-
-
-@numba.cfunc("b1(CPointer(i8), i8)", cache=True, nopython=True)
-@no_type_check
-def _end(start, ready) -> bool:
-    """Take part in a table's jobs until all are done, by this thread or another; whether every sketch came out finite.
-
-    Where not all are ready, no more of them are done.
-    """
-    table = carray(start, HEAD + FIELDS * carray(start, HEAD)[JOBS])
-    tell(table, READY, ready if ready == table[JOBS] else -1)
-    _do_all(table)
-    if table[SHARES] > 1:
-        call(table[THREADS + 3])
-    table[SHARES] = 1  # nobody else is at it, also where this is called again
-    return table[SPOILED] == 0
-
-
+# Numba itself looks only at this file, and the code in its cache has the layout of a table and much else compiled in.
+_sources = [Path(str(module.__file__)).read_bytes() for module in (jobs, intrinsics, xxh3, blocksums)]
+_work, _run = _entries(zlib.crc32(b"".join(_sources)))
 copy_ids = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(_copy_ids.address)
 """Takes the addresses of ids and of a copy, and how many they are."""
-begin = partial(ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(_begin.address), _work.address)
-end = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)(_end.address)
-"""Both take the address of a table, `end` also how many of its jobs are ready to be done."""
+_call_run = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(_run.address)
+run = partial(_call_run, _work.address)
+"""Takes the addresses of a table and of the numbers that change."""

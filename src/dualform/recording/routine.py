@@ -74,10 +74,11 @@ class Ring:
 
     def next(self) -> tuple[int, int]:
         """The next row for results, and its address."""
-        if self._next == self.rows:
-            self.results, self._next = self._unused(), 0
+        row = self._next
+        if row >= self.rows:
+            self.results, row = self._unused(), 0
             self._address = self.results.ctypes.data
-        row, self._next = self._next, self._next + 1
+        self._next = row + 1
         return row, self._address + 4 * self._numbers * row
 
     def _unused(self) -> Float32[np.ndarray, "steps numbers"]:
@@ -144,8 +145,7 @@ class Taking:
 
     def __init__(self, waiting: Waiting, rows: Sequence[Rows], values: bool, swift: Swift) -> None:
         self.values = values
-        calls = [Known.of(forward) for forward, _ in waiting]
-        self.inputs = [(call.use, call.shape, call.fixed) for call in calls]
+        self.inputs = [(call.use, call.shape, call.fixed) for call in (Known.of(forward) for forward, _ in waiting)]
         self.fitting: tuple[int, tuple[int, ...]] | None = None  # what ids looked like that fit them
         self._shapes = [(keys.shape, gradients.shape) for keys, gradients in rows]
         # Whether inputs and gradients are the rows as they lie, and no tensors have to be made of them.
@@ -155,9 +155,9 @@ class Taking:
         )
         self._expected = [(*known, gradient.shape) for known, (_, gradient) in zip(self.inputs, waiting, strict=True)]
         self._wanted: list[tuple[str, Shape]] = []
-        self._fields: list[int] = []  # where the address of each goes in the table
         self._hashed: list[bool] = []
         jobs: list[int] = []
+        changing: list[int] = []  # in a table of these jobs: where the address of each goes that is wanted
         room = 0
         for (use, _, fixed), (keys, gradients) in zip(self.inputs, rows, strict=True):
             columns = use.weight.columns(torch.float32, torch.device("cpu"))
@@ -165,25 +165,27 @@ class Taking:
             job = taking(events, width, outputs, columns)
             job[ROOM] = 8 * room
             room += room_of(job)
-            self._want(KEYS_TO, len(jobs), use.streams[0], Shape(events, width, torch.float32))
+            self._wanted.append((use.streams[0], Shape(events, width, torch.float32)))
+            changing.append(HEAD + len(jobs) + KEYS_TO)
             if values:
-                self._want(GRADIENTS_TO, len(jobs), use.streams[1], Shape(events, outputs, torch.float32))
+                self._wanted.append((use.streams[1], Shape(events, outputs, torch.float32)))
+                changing.append(HEAD + len(jobs) + GRADIENTS_TO)
             # Keys that may come again will be looked up by their hashes: now they are in the cache.
             self._hashed.append(fixed and is_hashed(width, torch.float32))
             if self._hashed[-1]:
-                self._want(HASHES_TO, len(jobs), use.streams[2], Shape(events, 2, torch.int64))
+                self._wanted.append((use.streams[2], Shape(events, 2, torch.int64)))
+                changing.append(HEAD + len(jobs) + HASHES_TO)
             jobs += job
         self._room = torch.empty(room, dtype=torch.float64)
         for at in range(0, len(jobs), FIELDS):
             jobs[at + ROOM] += self._room.data_ptr()
-        self._jobs = swift.table(jobs)
+        calls = range(HEAD, HEAD + len(jobs), FIELDS)
+        found = [at + field for at in calls for field in (MATRIX, GRADIENTS)]
+        results = [at + field for at in calls for field in (CHECKED, RESULT, SUMS)]
+        self._jobs = swift.table(jobs, [*changing, *found, *results])
         # Of every call two sizes in fp64, then of every call its sketch.
         self.at: list[int] = np.cumsum([4 * len(rows), *(5 * shape[1] for _, shape in self._shapes)]).tolist()
         self.ring = Ring(self.at[-1])
-
-    def _want(self, field: int, job: int, stream: str, shape: Shape) -> None:
-        self._wanted.append((stream, shape))
-        self._fields.append(HEAD + job + field)
 
     def each(self, of_streams: Iterable[T]) -> Iterator[tuple[T, T | None, T | None]]:
         """Of what there is for every stream: that for keys, gradients and hashes of each call, where it has them."""
@@ -201,14 +203,9 @@ class Taking:
         """Copy and sketch what has arrived as it lies; None where it is not what the routine is for, or has no room."""
         if not self._direct or len(waiting) != len(self._expected):
             return None
-        room = arena.reserve(self._wanted)
-        if room is None:
-            return None
-        row = self._place(room, arena)
-        jobs, at = self._jobs, HEAD
-        numbers, orders, filled = jobs.numbers, [], 0
+        orders: list[tuple[int, Batch | None]] = []
+        found: list[int] = []
         try:
-            jobs.begin()
             for ((order, use, stored, version, batch), gradient), (of, shape, fixed, of_gradient) in zip(
                 waiting, self._expected, strict=True
             ):
@@ -216,25 +213,18 @@ class Taking:
                     use is not of
                     or _input_like(stored) != (version, shape, not fixed, torch.float32)
                     or _gradient_like(gradient) != (of_gradient, torch.float32, True)  # and so is the input
-                    or not stored.is_contiguous()
-                    or not gradient.is_contiguous()
+                    or not (stored.is_contiguous() and gradient.is_contiguous())
+                    or (stored.is_neg() or gradient.is_neg())
                 ):
                     return None
                 rows_at, gradients_at = stored.data_ptr(), gradient.data_ptr()
                 if rows_at == 4 * stored.storage_offset() or gradients_at == 4 * gradient.storage_offset():
                     return None  # their memory was given back
-                numbers[at + MATRIX], numbers[at + GRADIENTS] = rows_at, gradients_at
+                found += rows_at, gradients_at
                 orders.append((order, batch))
-                at += FIELDS
-                filled += 1
-                jobs.ready(filled)
         except RuntimeError:  # a tensor that does not lie in memory: sparse, or inside a vmap
             return None
-        finally:
-            finite = jobs.end(filled)
-            if filled < len(waiting):
-                arena.give_back(room)
-        return self._copied(waiting, orders, room, row, finite)
+        return self._run(waiting, orders, found, arena)
 
     def matches(self, waiting: Waiting, rows: Sequence[Rows]) -> bool:
         """Whether the routine is for rows like these."""
@@ -244,16 +234,8 @@ class Taking:
 
     def take_rows(self, waiting: Waiting, rows: Sequence[Rows], arena: Arena) -> Copied | None:
         """The same of rows that were made of what has arrived, and which it is for."""
-        room = arena.reserve(self._wanted)
-        if room is None:
-            return None
-        row = self._place(room, arena)
-        numbers, at = self._jobs.numbers, HEAD
-        for keys, gradients in rows:
-            numbers[at + MATRIX], numbers[at + GRADIENTS] = keys.data_ptr(), gradients.data_ptr()
-            at += FIELDS
-        orders = [(forward[0], forward[4]) for forward, _ in waiting]
-        return self._copied(waiting, orders, room, row, self._jobs.run())
+        found = [matrix.data_ptr() for pair in rows for matrix in pair]
+        return self._run(waiting, [(forward[0], forward[4]) for forward, _ in waiting], found, arena)
 
     def fits(self, batch: Batch) -> bool:
         """Whether the ids of a batch fit the last of the inputs, which is remembered."""
@@ -263,20 +245,21 @@ class Taking:
         self.fitting = batch.dim, batch.shape
         return True
 
-    def _place(self, room: Room, arena: Arena) -> int:
-        """Put in the table where rows and results go; the row of the ring for these."""
+    def _run(
+        self, waiting: Waiting, orders: list[tuple[int, Batch | None]], found: list[int], arena: Arena
+    ) -> Copied | None:
+        """Copy and sketch the rows that are at these addresses."""
+        room = arena.reserve(self._wanted)
+        if room is None:
+            return None
         row, start = self.ring.next()
-        numbers, at, sums, table = self._jobs.numbers, HEAD, start, arena.sums.table
-        for (_, _, address, width, _, _), first, field in zip(*room, self._fields, strict=True):
-            numbers[field] = address + first * width
+        values = [address + first * width for (_, _, address, width, _, _), first in zip(*room, strict=True)]
+        values += found
+        sums, table = start, arena.sums.table
         for result in self.at[:-1]:
-            numbers[at + CHECKED], numbers[at + RESULT], numbers[at + SUMS] = table, start + 4 * result, sums
-            at, sums = at + FIELDS, sums + 16
-        return row
-
-    def _copied(
-        self, waiting: Waiting, orders: list[tuple[int, Batch | None]], room: Room, row: int, finite: bool
-    ) -> Copied:
+            values += table, start + 4 * result, sums
+            sums += 16
+        finite = self._jobs.run(values)
         # Gradients that are not kept are needed once more only to count the events that are not finite.
         needed = [] if finite or self.values else [use.kind.gradients(g) for (_, use, *_), g in waiting]
         return copied((self, room, self.ring.results, row, orders, needed))
@@ -311,7 +294,8 @@ class Sketching:
             else:
                 jobs += projecting(parameter, target.columns(torch.float32, torch.device("cpu")))
                 sizes.append(4 * len(parameter))
-        self._jobs = swift.table(jobs)
+        calls = range(HEAD, HEAD + len(jobs), FIELDS)
+        self._jobs = swift.table(jobs, [at + field for at in calls for field in (MATRIX, RESULT)])
         self.at: list[int] = np.cumsum([0, *reversed(sizes)]).tolist()
         self.ring = Ring(self.at[-1])
         self._shapes = [(target.shape, at) for target, at in zip(reversed(targets), self.at[-2::-1], strict=True)]
@@ -319,22 +303,20 @@ class Sketching:
     def sketch(self, gradients: Sequence[Tensor]) -> Sketched | None:
         """The sketches of all gradients, one after the other; None where the loops cannot read one of them."""
         row, start = self.ring.next()
-        jobs, at, filled = self._jobs, HEAD, 0
-        numbers = jobs.numbers
+        values: list[int] = []
         try:
-            jobs.begin()
             for gradient, (shape, result) in zip(reversed(gradients), self._shapes, strict=True):
                 # The shape is another one where the parameter's `data` is.
-                if _gradient_like(gradient) != (shape, torch.float32, True) or not gradient.is_contiguous():
+                if (
+                    _gradient_like(gradient) != (shape, torch.float32, True)
+                    or not gradient.is_contiguous()
+                    or gradient.is_neg()
+                ):
                     return None
-                numbers[at + MATRIX], numbers[at + RESULT] = gradient.data_ptr(), start + 4 * result
-                at += FIELDS
-                filled += 1
-                jobs.ready(filled)
+                values += gradient.data_ptr(), start + 4 * result
         except RuntimeError:  # a gradient that does not lie in memory as it is
             return None
-        finally:
-            jobs.end(filled)
+        self._jobs.run(values)
         return sketched((self, self.ring.results, row))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -32,10 +33,10 @@ class Swift:
             self._tried = True
             self.loops = load("dualform.recording.loops")
 
-    def table(self, jobs: list[int]) -> Table:
-        """These jobs for the loops."""
+    def table(self, jobs: list[int], changing: Sequence[int] = ()) -> Table:
+        """These jobs for the loops, and which of their numbers change."""
         assert self.loops is not None
-        return Table(jobs, self.loops)
+        return Table(jobs, changing, self.loops)
 
     def project(self, rows: Tensor, columns: Float[Tensor, "four dim_in"]) -> Float[Tensor, "rows four"] | None:
         """rows @ columnsᵀ in the dtype of the columns; None where torch has to do it."""

@@ -211,11 +211,7 @@ class Use:
     bias: Target | None
     weight_number: int
     copy_at_forward: bool = False
-    parameter: nn.Parameter = field(init=False)
     _affine: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.parameter = self.weight.parameter
 
     def sketch(self, keys: Tensor, gradients: Tensor) -> Float[Tensor, "five dim_out"]:
         """What these rows put into the gradients: four rows Σ (x_t · R)ᵀ g_t of the weight's, one Σ g_t of the bias's.
