@@ -638,3 +638,20 @@ def test_room_for_results_is_used_again_when_nobody_looks_at_it() -> None:
     ring.begin()
     ring.next()
     assert ring.results.ctypes.data in (address, other)
+
+
+@pytest.mark.parametrize("loop, odd", [(plain, 0), (sometimes_accumulated, 1), (short_batches, 2)])
+def test_an_odd_step_is_judged_on_its_own_and_those_around_it_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Loop, odd: int, judged: list[int]
+) -> None:
+    compiled(monkeypatch)
+    for module in (stepping, routine):
+        monkeypatch.setattr(module, "AT_A_TIME", 64)
+    singly: list[int] = []
+    judge = stepping.Stepping._judge
+    monkeypatch.setattr(
+        stepping.Stepping, "_judge", lambda self, step, late: singly.append(self.steps) or judge(self, step, late)
+    )
+    record(tmp_path / "run", loop, "keys")
+    assert len(singly) == stepping.CALM + odd
+    assert sum(judged) == STEPS - len(singly)

@@ -208,17 +208,17 @@ class Stepping:
             self._calm = 0 if fits is None else self._calm + 1
             return fit_all(evidence, self._scales) if fits is None else fits
 
-    def _together(self, steps: Sequence[Step]) -> bool:
+    def _together(self, stretch: Stretch) -> bool:
         """Judge a stretch of everyday steps at once and hand on their journal rows; False where there is any doubt."""
-        stretch = Stretch.of(steps)
-        found = None if stretch is None else stretch.judge(self._targets.swift)
-        if stretch is None or found is None:
+        found, steps = stretch.judge(self._targets.swift), len(stretch.steps)
+        if found is None:
             return False
         first = self._capture.backwards
         rows = stretch.rows(len(self._targets.parameters), first, *found, self._capture.numbers, self._slab)
-        self._pending = []  # until here an interrupt leaves the steps to the next time; from here on it is told
-        self._calm += len(steps)
-        self._capture.backwards = first + len(steps)
+        # Until here an interrupt leaves the steps to the next time; from here on it is told.
+        self._pending = self._pending[steps:]
+        self._calm += steps
+        self._capture.backwards = first + steps
         for at, target in enumerate(stretch.targets):
             gradients = stretch.gradients(at)
             self._previous[target] = gradients[-1].copy()
@@ -265,24 +265,22 @@ class Stepping:
         run_plain(self._flush, True)
 
     def _flush(self, check: bool) -> None:
-        pending, self._waiting = self._pending, 0
-        together = self._together(pending)
-        if not together:
-            self._pending = []
-            for step in pending:
-                if step.fits is None:
-                    self._read(step)
-                    step.fits = self._judge(step, late=True)
-                for target, _ in step.seen:
-                    target.passes, target.half = [], False
-                self._emit(self._row(step, step.fits))
+        waited, self._waiting = len(self._pending), 0
+        treated: list[Step] = []  # of every stretch one
+        while self._pending:
+            stretch = Stretch.of(self._pending)
+            if stretch is not None and self._together(stretch):
+                treated.append(stretch.steps[-1])
+                continue
+            alone = 1 if stretch is None else len(stretch.steps)
+            treated += self._pending[:alone]
+            self._one_by_one(alone)
         rings = [*(one.ring for one in self._capture.routines), *(one.ring for one in self._routines.values())]
         self._at_a_time = min([AT_A_TIME, *(ring.rows for ring in rings)])
-        if len(pending) > 1 or self._calm == CALM:  # the next ones are gathered anew
+        if waited > 1 or self._calm == CALM:  # the next ones are gathered anew
             for ring in rings:
                 ring.begin()
-        # Steps that were judged together treat the same parameters.
-        for target in dict.fromkeys(target for step in pending[-1 if together else 0 :] for target, _ in step.seen):
+        for target in dict.fromkeys(target for step in treated for target, _ in step.seen):
             watch = self._watches[target]
             if not watch.followed:
                 watch.resume(None)
@@ -292,6 +290,17 @@ class Stepping:
         if self._scales:
             waiting = {one.backward for target in self._targets.parameters for one in target.passes}
             self._scales = {backward: scale for backward, scale in self._scales.items() if backward in waiting}
+
+    def _one_by_one(self, count: int) -> None:
+        """Judge so many of the steps that wait, each on its own."""
+        steps, self._pending = self._pending[:count], self._pending[count:]
+        for step in steps:
+            if step.fits is None:
+                self._read(step)
+                step.fits = self._judge(step, late=True)
+            for target, _ in step.seen:
+                target.passes, target.half = [], False
+            self._emit(self._row(step, step.fits))
 
     def _row(self, step: Step, fits: Mapping[Target, Fit]) -> StepRows:
         """The journal row of a step, with the events that it used."""

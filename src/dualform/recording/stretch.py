@@ -5,6 +5,7 @@ What would take a dozen small objects a step takes a few arrays for all of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -43,15 +44,17 @@ class Stretch:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Stretch | None:
-        """These steps as a stretch; None where any of them differs from the others, or is not plain."""
-        if len(steps) < 2 or not all(_is_plain(step) for step in steps):
+        """The first of these steps as a stretch, as many as are alike; None where these are none or one."""
+        steps = list(itertools.takewhile(_is_plain, steps))
+        if len(steps) < 2:
             return None
         copied = [step.backwards[0].copied[0] for step in steps]
         sketched = [step.sketches for step in steps if isinstance(step.sketches, Sketched)]
         first, targets, reached = copied[0], [target for target, _ in steps[0].seen], steps[0].backwards[0].accumulated
         plan, starts = first.room
+        alike = 0
         for at, (step, one, sketch) in enumerate(zip(steps, copied, sketched, strict=True)):
-            alike = (
+            if not (
                 step.optimizer == steps[0].optimizer
                 and one.routine is first.routine
                 and one.results is first.results
@@ -63,9 +66,12 @@ class Stretch:
                 and len(step.seen) == len(targets)
                 and len(step.backwards[0].accumulated) == len(reached)
                 and all(map(is_, step.backwards[0].accumulated, reached))
-            )
-            if not alike:
-                return None
+            ):
+                break
+            alike += 1
+        if alike < 2:
+            return None
+        steps, copied, sketched = steps[:alike], copied[:alike], sketched[:alike]
         follow = np.arange(len(steps))[:, None] * [rows for *_, rows, _ in plan] + starts
         if (np.array([one.room[1] for one in copied]) != follow).any():
             return None
@@ -125,7 +131,7 @@ class Stretch:
         for at, index in enumerate(indices):
             each = self.settings(at)
             if each != before:  # the parameters of a group share them
-                before, rows, marks = each, [one.row for one in each], [one.flags for one in each]
+                before, rows, marks = each, np.array([one.row for one in each]), [one.flags for one in each]
             settings[:, index], flags[:, index] = rows, marks
             digests[:, index] = bytes_hashes([sketch.data for sketch in self.gradients(at)])
         number = np.arange(steps)[:, None]
