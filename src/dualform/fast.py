@@ -151,11 +151,10 @@ def _openmp(name: str) -> Callable[[int], int] | None:
 class Threads(NamedTuple):
     """The addresses of what GNU's OpenMP offers, as far as the compiled loops need it.
 
-    How many threads there are, the number of each, and what has all of them run a function. These threads wait awake
-    for the next operation of the thread that trains; others would have to take their cores.
+    The number of a thread, and what has all of them run a function. These threads wait awake for the next operation of
+    the thread that trains; others would have to take their cores.
     """
 
-    most: int
     number: int
     parallel: int
 
@@ -166,7 +165,7 @@ def threads_of_torch() -> Threads | None:
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         with contextlib.suppress(AttributeError, OSError, TypeError):
             loaded = ctypes.CDLL(library)
-            names = "omp_get_max_threads", "omp_get_thread_num", "GOMP_parallel"
+            names = "omp_get_thread_num", "GOMP_parallel"
             places = (ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in names)
             return Threads(*(place or 0 for place in places))
     return None

@@ -19,9 +19,9 @@ from dualform.fast import load
 from dualform.memory.arena import Arena, Shape, held
 from dualform.memory.ledger import SHORTEST
 from dualform.memory.slab import Slab, array_in
-from dualform.recording import swift
+from dualform.recording import jobs, swift
 from dualform.recording.ids import read_ids
-from dualform.recording.jobs import FIELDS, HEAD, RESULT, projecting
+from dualform.recording.jobs import FIELDS, HEAD, RESULT, SHARES, projecting
 from dualform.recording.routine import Taking
 from dualform.recording.targets import find_targets
 from faults import compiled
@@ -226,6 +226,27 @@ def test_any_number_of_threads_does_every_part_once(count: int, threads: None, c
         assert another.submit(is_done).result()
 
 
+def test_a_new_thread_takes_no_more_threads_than_torch_was_told(
+    threads: None, compiled_loops: swift.Swift, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, columns, result = torch.ones(300, 500), torch.ones(4, 500), torch.zeros(300, 4)
+    table = compiled_loops.table(projecting(matrix, columns), [HEAD + RESULT])
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(1) as another:
+        another.submit(table.run, [result.data_ptr()]).result()
+    assert table._numbers[SHARES] == 1
+    torch.set_num_threads(2)
+    table.run([result.data_ptr()])
+    assert table._numbers[SHARES] == 2
+    # Another OpenMP, or none.
+    monkeypatch.setattr(jobs, "threads_of_torch", lambda: None)
+    alone = compiled_loops.table(projecting(matrix, columns), [HEAD + RESULT])
+    result.zero_()
+    assert alone.run([result.data_ptr()])
+    assert alone._numbers[SHARES] == 1
+    assert bool((result == 500).all())
+
+
 def test_a_table_takes_as_many_numbers_as_change(compiled_loops: swift.Swift) -> None:
     matrix, result = torch.randn(3, 5), torch.zeros(3, 4)
     table = compiled_loops.table(projecting(matrix, torch.randn(4, 5)), [HEAD + RESULT])
@@ -234,16 +255,18 @@ def test_a_table_takes_as_many_numbers_as_change(compiled_loops: swift.Swift) ->
     assert not result.any()
 
 
-def test_a_sketch_that_is_not_finite_is_told_of_once(compiled_loops: swift.Swift) -> None:
-    layer = nn.Linear(5, 2)
+@pytest.mark.parametrize("row", [0, 150, 299])
+def test_a_sketch_that_is_not_finite_is_told_of_once(row: int, threads: None, compiled_loops: swift.Swift) -> None:
+    layer = nn.Linear(600, 2)
     (use,) = find_targets(layer, None, seed=0).uses
-    keys, gradients = torch.randn(3, 5), torch.randn(3, 2)
+    keys, gradients = torch.randn(300, 600), torch.randn(300, 2)
     waiting = [((0, use, keys, keys._version, None), gradients)]
-    shapes = {name: Shape(9, width, torch.float32) for name, width in zip(use.streams[:2], (5, 2), strict=True)}
+    widths = zip(use.streams, (600, 2, 2), (torch.float32, torch.float32, torch.int64), strict=True)
+    shapes = {name: Shape(900, width, dtype) for name, width, dtype in widths}
     routine, arena = Taking(waiting, [(keys, gradients)], False, compiled_loops), Arena(shapes, pinned=False)
     needed = []
     for value in (1.0, float("inf"), 2.0):
-        gradients[1, 1] = value
+        gradients[row, 1] = value
         found = routine.take(waiting, arena)
         assert found is not None
         needed.append(len(found.needed))
@@ -286,3 +309,19 @@ def test_numbers_that_only_stand_for_their_negatives_are_not_read_as_they_lie(
         sign = torch.where((block.steps % 2 == 1) & (of == "gradients"), -1, 1)
         right = block.gradients[torch.arange(len(block.examples)), block.examples % 4]
         assert bool((sign * right < 0).all())
+
+
+def test_gradients_that_were_replaced_by_what_stands_for_their_negatives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(monkeypatch, room=4 << 10)
+
+    def turn(model: nn.Module, step: int) -> None:
+        for parameter in [*model.parameters()][step % 2 :: 2]:
+            assert parameter.grad is not None
+            parameter.grad = torch._neg_view(-parameter.grad)
+
+    model, memory = run(tmp_path / "run", before_step=turn, steps=60, dtype=torch.float32)
+    assert memory.certificate().exact
+    plain, _ = run(tmp_path / "plain", steps=60, dtype=torch.float32)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))

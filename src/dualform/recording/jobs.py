@@ -40,7 +40,7 @@ def taking(rows: int, width: int, outputs: int, columns: Tensor) -> list[int]:
 
 
 def _parts(numbers: int, each: int, rows: int) -> int:
-    """In how many parts some rows are worked on: a multiple of four, so that two or four threads have equal shares."""
+    """In how many parts some rows are worked on: mostly a multiple of four, so that two or four threads do as much."""
     return min(4 * (numbers // (4 * each) + 1), PARTS, rows) if numbers > each else 1
 
 
@@ -82,9 +82,10 @@ class Table:
     """
 
     def __init__(self, jobs: list[int], changing: Sequence[int], loops: ModuleType) -> None:
+        self._threads = threads_of_torch()
         head = [0] * HEAD
         head[JOBS], head[CHANGING] = len(jobs) // FIELDS, len(changing)
-        head[THREADS : THREADS + len(Threads._fields)] = threads_of_torch() or Threads(0, 0, 0)
+        head[THREADS : THREADS + len(Threads._fields)] = self._threads or Threads(0, 0)
         self._numbers = array("q", [*head, *jobs, *changing])
         self._run, (self._address, _) = loops.run, self._numbers.buffer_info()
         self._count = len(changing)
@@ -92,13 +93,13 @@ class Table:
     def run(self, values: Sequence[int] = ()) -> bool:
         """Do all jobs, by torch's own threads, with these numbers; whether every sketch came out finite.
 
-        All at once, without the interpreter's doing anything else: another thread may come with jobs of the same kind.
+        All at once, without the interpreter's doing anything else: another thread may come to the same table.
         """
         if len(values) != self._count:
             raise ValueError(f"{self._count} numbers change, and {len(values)} are given")
         changed = array("q", values)
         address, _ = changed.buffer_info()
-        finite: bool = self._run(self._address, address)
+        finite: bool = self._run(self._address, address, torch.get_num_threads() if self._threads else 1)
         return finite
 
 

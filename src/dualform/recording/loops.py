@@ -1,8 +1,8 @@
 """The loops of the recorder that numba compiles: when they are loaded, so that nothing fails in the midst of a step.
 
 What is to be done stands in a table of whole numbers, addresses among them, so that one call from Python does the work
-of all layers, and torch's own threads share it: each takes the next part of a job until none is left. Which thread
-takes which part makes no difference to any result.
+of all layers, and torch's own threads share it: each takes the next part of its share, and then of the others', until
+none is left. Which thread takes which part makes no difference to any result.
 """
 
 import ctypes
@@ -271,15 +271,12 @@ def _do(table: Array, at: int, part: int) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")
 @no_type_check
-def _part(table: Array, turn: int, share: int) -> tuple[int, int]:
-    """The next part in turn of a share: of which job it is, and which of its parts; −1 where there is none."""
-    for number in range(table[JOBS]):
-        parts = table[HEAD + FIELDS * number + 4]
-        first, stop = parts * share // table[SHARES], parts * (share + 1) // table[SHARES]
-        if turn < stop - first:
-            return number, stop - 1 - turn
-        turn -= stop - first
-    return -1, -1
+def _share_of(job: Array, number: int, share: int, shares: int) -> tuple[int, int]:
+    """Which parts of a job are in a share: from the first to before the last."""
+    parts = job[4]
+    if parts == 1:
+        return 0, number % shares == share
+    return parts * share // shares, parts * (share + 1) // shares
 
 
 @numba.njit(nogil=True, error_model="numpy")
@@ -291,14 +288,20 @@ def _do_all(table: Array) -> None:
     used last itself, in its own caches.
     """
     shares = table[SHARES]
-    own = call(table[THREADS + 1]) if shares > 1 else 0
+    own = call(table[THREADS]) if shares > 1 else 0
     for further in range(shares):
         share = (own + further) % shares
-        while True:
-            number, part = _part(table, take_next(table, SHARE_LINE * (1 + share)), share)
-            if number < 0:
-                break
-            _do(table, HEAD + FIELDS * number, part)
+        number, before = 0, 0
+        turn = take_next(table, SHARE_LINE * (1 + share))
+        while number < table[JOBS]:
+            at = HEAD + FIELDS * number
+            first, stop = _share_of(table[at : at + FIELDS], number, share, shares)
+            if turn < before + stop - first:
+                _do(table, at, stop - 1 - (turn - before))
+                turn = take_next(table, SHARE_LINE * (1 + share))
+            else:
+                before += stop - first
+                number += 1
 
 
 @no_type_check
@@ -312,23 +315,22 @@ def _entries(version: int) -> tuple[Any, Any]:
         table[VERSION] = version
         _do_all(table)
 
-    @numba.cfunc("b1(i8, CPointer(i8), CPointer(i8))", cache=True, nopython=True)
+    @numba.cfunc("b1(i8, CPointer(i8), CPointer(i8), i8)", cache=True, nopython=True)
     @no_type_check
-    def run(work, start, values) -> bool:
+    def run(work, start, values, threads) -> bool:
         """Do a table's jobs with these numbers, by torch's own threads; whether every sketch came out finite."""
         head = carray(start, HEAD)
         jobs, changing = HEAD + FIELDS * head[JOBS], head[CHANGING]
         table, changed = carray(start, jobs + changing), carray(values, changing)
         for at in range(changing):
             table[table[jobs + at]] = changed[at]
-        threads = call(table[THREADS]) if table[THREADS] else 1
         table[VERSION], table[SPOILED], table[SHARES] = version, 0, min(threads, SHARED)
         for share in range(table[SHARES]):
             table[SHARE_LINE * (1 + share)] = 0
         for number in range(table[JOBS]):
             table[HEAD + FIELDS * number + FIELDS - 1] = 0
         if threads > 1:
-            in_threads(table[THREADS + 2], work, table.ctypes.data, threads)
+            in_threads(table[THREADS + 1], work, table.ctypes.data, threads)
         else:
             _do_all(table)
         return table[SPOILED] == 0
@@ -336,11 +338,11 @@ def _entries(version: int) -> tuple[Any, Any]:
     return work, run
 
 
-# Numba itself looks only at this file, and the code in its cache has the layout of a table and much else compiled in.
+# Numba itself looks only at this file, and the code in its cache has the layout of a table and more compiled in.
 _sources = [Path(str(module.__file__)).read_bytes() for module in (jobs, intrinsics, xxh3, blocksums)]
 _work, _run = _entries(zlib.crc32(b"".join(_sources)))
 copy_ids = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(_copy_ids.address)
 """Takes the addresses of ids and of a copy, and how many they are."""
-_call_run = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(_run.address)
-run = partial(_call_run, _work.address)
-"""Takes the addresses of a table and of the numbers that change."""
+_call_run = ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+run = partial(_call_run(_run.address), _work.address)
+"""Takes the addresses of a table and of the numbers that change, and how many threads are to do the jobs."""

@@ -72,14 +72,14 @@ class Ring:
         """Begin anew, elsewhere: what is there is kept as long as somebody looks at it."""
         self._next = self.rows
 
-    def next(self) -> tuple[int, int]:
-        """The next row for results, and its address."""
+    def next(self) -> tuple[Float32[np.ndarray, "steps numbers"], int, int]:
+        """Results, the next row of them, and its address."""
         row = self._next
         if row >= self.rows:
             self.results, row = self._unused(), 0
             self._address = self.results.ctypes.data
         self._next = row + 1
-        return row, self._address + 4 * self._numbers * row
+        return self.results, row, self._address + 4 * self._numbers * row
 
     def _unused(self) -> Float32[np.ndarray, "steps numbers"]:
         """Room at which nobody looks any more."""
@@ -252,7 +252,7 @@ class Taking:
         room = arena.reserve(self._wanted)
         if room is None:
             return None
-        row, start = self.ring.next()
+        results, row, start = self.ring.next()
         values = [address + first * width for (_, _, address, width, _, _), first in zip(*room, strict=True)]
         values += found
         sums, table = start, arena.sums.table
@@ -262,7 +262,7 @@ class Taking:
         finite = self._jobs.run(values)
         # Gradients that are not kept are needed once more only to count the events that are not finite.
         needed = [] if finite or self.values else [use.kind.gradients(g) for (_, use, *_), g in waiting]
-        return copied((self, room, self.ring.results, row, orders, needed))
+        return copied((self, room, results, row, orders, needed))
 
     def arrived(self, copied: Copied, numbers: Callable[[Known], Numbers]) -> list[Arrived]:
         """The rows of every call: where they are, what their sketch is, and how large their terms are."""
@@ -302,7 +302,7 @@ class Sketching:
 
     def sketch(self, gradients: Sequence[Tensor]) -> Sketched | None:
         """The sketches of all gradients, one after the other; None where the loops cannot read one of them."""
-        row, start = self.ring.next()
+        results, row, start = self.ring.next()
         values: list[int] = []
         try:
             for gradient, (shape, result) in zip(reversed(gradients), self._shapes, strict=True):
@@ -317,7 +317,7 @@ class Sketching:
         except RuntimeError:  # a gradient that does not lie in memory as it is
             return None
         self._jobs.run(values)
-        return sketched((self, self.ring.results, row))
+        return sketched((self, results, row))
 
 
 # The same as Copied(…) and Sketched(…) of what is in a tuple, without the interpreter's help.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,17 @@ from dualform.optimizers import HALF, UNEXPLAINED, SettingsReader, is_linear
 from dualform.recording.capture import Capture
 from dualform.recording.everyday import everyday
 from dualform.recording.findings import what_was_found
+from dualform.recording.owners import Owners
 from dualform.recording.plain import run_plain
 from dualform.recording.probe import Evidence, Fit, fit_all
 from dualform.recording.reading import Reading, Seen, Step, scaling, sketched_by_torch
 from dualform.recording.routine import AT_A_TIME, Sketching
-from dualform.recording.stretch import Stretch
+from dualform.recording.stretch import Stretch, alike
 from dualform.recording.targets import Pass, Sketch, Target, Targets, Vector
 from dualform.recording.watch import CHECK_EVERY, Watch
 
 OUTSIDE = 128 << 20  # bytes of rows in no arena, that wait for their steps to be judged
 CALM = 32  # everyday steps after which the next ones are judged some at a time
-
-Group = tuple[Mapping[str, Any], list[Tensor]]
-"""A parameter group, and the parameters it had when it was looked at."""
 
 
 class Stepping:
@@ -54,12 +51,10 @@ class Stepping:
         self._emit, self._slab, self._values = emit, slab, values
         self._targets, self._optimizers = targets, optimizers
         self._tell, self._capture = tell, capture
-        self._by_parameter = {id(target.parameter): target for target in targets.parameters}
         self.linear = [is_linear(optimizer) for optimizer in optimizers]
         self._readers = [SettingsReader(optimizer) for optimizer in optimizers]
-        self._groups: dict[int, tuple[list[Group], list[tuple[Target, Mapping[str, Any]]]]] = {}
         self._seen: dict[int, Seen] = {}
-        self._owner: dict[Target, int] = {}
+        self._owners = Owners(targets.parameters, optimizers)
         self._draft: Step | None = None
         self._pending: list[Step] = []
         self._waiting = 0
@@ -71,7 +66,6 @@ class Stepping:
         self._findings: dict[tuple[str, str], Finding] = {}
         self._scales: dict[int, float] = {}
         self.steps = 0
-        self._look_up_owners()
 
     def start(self, steps: int = 0, findings: Sequence[Finding] = ()) -> None:
         """Begin to watch the weights as they are now, after the steps and with the findings of a run so far."""
@@ -87,18 +81,18 @@ class Stepping:
 
     def owner(self, target: Target) -> int:
         """The number of the optimiser that steps a parameter; −1 for none."""
-        return self._owner.get(target, -1)
+        return self._owners.of(target)
 
     def owns(self, target: Target) -> bool:
         """Whether a recorded optimiser steps this parameter; told once where not."""
-        if target not in self._owner:
-            self._look_up_owners()
-        if target not in self._owner:
+        if self.owner(target) < 0:
+            self._owners.look_up()
+        if self.owner(target) < 0:
             self._tell(
                 f"owner {target.name}",
                 f"{target.name} gets gradients, but no recorded optimiser steps it: its events are not recorded",
             )
-        return target in self._owner
+        return self.owner(target) >= 0
 
     def velocity(self, target: Target) -> Tensor | None:
         """The momentum a parameter has at this moment."""
@@ -107,30 +101,9 @@ class Stepping:
         buffer = state[target.parameter].get("momentum_buffer") if target.parameter in state else None
         return buffer.detach() if isinstance(buffer, Tensor) else None
 
-    def _look_up_owners(self) -> None:
-        for index in range(len(self._optimizers)):
-            self._owned(index)
-
-    def _owned(self, index: int) -> list[tuple[Target, Mapping[str, Any]]]:
-        """The recorded parameters of an optimiser, with their groups; another list only where these have changed."""
-        groups = self._optimizers[index].param_groups
-        before, owned = self._groups.get(index, ([], []))
-        if len(groups) == len(before) and all(map(_is_same_group, groups, before)):
-            return owned
-        owned = [
-            (self._by_parameter[id(parameter)], group)
-            for group in groups
-            for parameter in group["params"]
-            if id(parameter) in self._by_parameter
-        ]
-        self._groups[index] = [(group, [*group["params"]]) for group in groups], owned
-        for target, _ in owned:
-            self._owner.setdefault(target, index)
-        return owned
-
     def prepare(self, index: int) -> None:
         """Sketch every gradient and read every setting, just before the step uses them."""
-        optimizer, owned, watches = self._optimizers[index], self._owned(index), self._watches
+        optimizer, owned, watches = self._optimizers[index], self._owners.owned(index), self._watches
         skipped, unscale = scaling(vars(optimizer))
         linear = self.linear[index]
         within = bool(self._capture.open)  # an optimiser that steps as soon as a gradient is there
@@ -232,7 +205,7 @@ class Stepping:
         self.steps += 1
         self._targets.swift.reached(self.steps)
         if step is None:  # a closure that was never called
-            step = Step(index, [(target, None) for target, _ in self._owned(index)], list, self._capture.ended)
+            step = Step(index, [(target, None) for target, _ in self._owners.owned(index)], list, self._capture.ended)
             self._capture.ended = []
         step.number, step.others = self.steps, others
         for target, _ in step.seen:
@@ -249,7 +222,7 @@ class Stepping:
     @property
     def moved(self) -> bool:
         """Whether a weight that an optimiser steps is not as it was after the last step that was finished."""
-        return any(target.parameter._version != self._watches[target].version for target in self._owner)
+        return any(target.parameter._version != self._watches[target].version for target in self._owners.targets)
 
     def catch_up(self, check: bool = True) -> None:
         """Work out all that was left until later; without `check` the weights are compared by whoever asks."""
@@ -268,13 +241,13 @@ class Stepping:
         waited, self._waiting = len(self._pending), 0
         treated: list[Step] = []  # of every stretch one
         while self._pending:
-            stretch = Stretch.of(self._pending)
+            steps = self._pending[: alike(self._pending)]
+            stretch = Stretch.of(steps)
             if stretch is not None and self._together(stretch):
-                treated.append(stretch.steps[-1])
-                continue
-            alone = 1 if stretch is None else len(stretch.steps)
-            treated += self._pending[:alone]
-            self._one_by_one(alone)
+                treated.append(steps[-1])
+            else:
+                treated += steps
+                self._one_by_one(len(steps))
         rings = [*(one.ring for one in self._capture.routines), *(one.ring for one in self._routines.values())]
         self._at_a_time = min([AT_A_TIME, *(ring.rows for ring in rings)])
         if waited > 1 or self._calm == CALM:  # the next ones are gathered anew
@@ -361,7 +334,8 @@ class Stepping:
         self.catch_up(check=False)
         sketches = {target: target.sketch(target.parameter) for target in self._targets.parameters}
         for target, sketch in sketches.items():
-            self._check(target, self.steps, sketch)
+            if self._watches[target].followed:
+                self._check(target, self.steps, sketch)
         for use in self._targets.uses:
             for used in (use.weight, use.bias):
                 if used and all(used.parameter is not one for one in use.module._parameters.values()):
@@ -396,11 +370,6 @@ class Stepping:
         else:
             self._findings[key] = Finding(target.name, kind, since, step, reason)
             self._tell(f"{kind} {target.name}", f"{target.name}: {reason}; its certificate will not be exact")
-
-
-def _is_same_group(group: Mapping[str, Any], before: Group) -> bool:
-    now, (known, parameters) = group["params"], before
-    return group is known and len(now) == len(parameters) and all(map(is_, now, parameters))
 
 
 def _weight(target: Target) -> Vector:

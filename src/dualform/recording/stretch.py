@@ -44,37 +44,12 @@ class Stretch:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Stretch | None:
-        """The first of these steps as a stretch, as many as are alike; None where these are none or one."""
-        steps = list(itertools.takewhile(_is_plain, steps))
-        if len(steps) < 2:
+        """These steps, which are alike, as a stretch; None where such steps have to be judged one by one."""
+        if len(steps) < 2 or not _is_plain(steps[0]):
             return None
         copied = [step.backwards[0].copied[0] for step in steps]
         sketched = [step.sketches for step in steps if isinstance(step.sketches, Sketched)]
         first, targets, reached = copied[0], [target for target, _ in steps[0].seen], steps[0].backwards[0].accumulated
-        plan, starts = first.room
-        alike = 0
-        for at, (step, one, sketch) in enumerate(zip(steps, copied, sketched, strict=True)):
-            if not (
-                step.optimizer == steps[0].optimizer
-                and one.routine is first.routine
-                and one.results is first.results
-                and one.row == first.row + at
-                and one.room[0] is plan
-                and sketch.routine is sketched[0].routine
-                and sketch.results is sketched[0].results
-                and sketch.row == sketched[0].row + at
-                and len(step.seen) == len(targets)
-                and len(step.backwards[0].accumulated) == len(reached)
-                and all(map(is_, step.backwards[0].accumulated, reached))
-            ):
-                break
-            alike += 1
-        if alike < 2:
-            return None
-        steps, copied, sketched = steps[:alike], copied[:alike], sketched[:alike]
-        follow = np.arange(len(steps))[:, None] * [rows for *_, rows, _ in plan] + starts
-        if (np.array([one.room[1] for one in copied]) != follow).any():
-            return None
         uses = [use for use, _, _ in first.routine.inputs]
         calls = {t: at for at, use in enumerate(uses) for t in (use.weight, use.bias) if t is not None}
         once = len(calls) == sum(1 if use.bias is None else 2 for use in uses)
@@ -172,6 +147,40 @@ def _numbered(numbers: Iterable[Numbers], slab: Slab) -> tuple[Tensor, Tensor]:
     np.concatenate(of_positions, out=both[1])
     examples, positions = torch.from_numpy(both).unbind(0)
     return examples, positions
+
+
+def alike(steps: Sequence[Step]) -> int:
+    """How many of the first steps are alike: plain, and each right behind the one before; or none of them plain."""
+    plain = _is_plain(steps[0])
+    count = 1
+    for before, step in itertools.pairwise(steps):
+        if _is_plain(step) != plain or (plain and not _follows(step, before)):
+            break
+        count += 1
+    return count
+
+
+def _follows(step: Step, before: Step) -> bool:
+    """Whether a plain step is of the same kind as another one, and what was made of it lies right behind."""
+    ours, theirs = step.backwards[0], before.backwards[0]
+    copied, last = ours.copied[0], theirs.copied[0]
+    sketched, sketched_last = step.sketches, before.sketches
+    assert isinstance(sketched, Sketched) and isinstance(sketched_last, Sketched)
+    plan, starts = copied.room
+    return (
+        step.optimizer == before.optimizer
+        and copied.routine is last.routine
+        and copied.results is last.results
+        and copied.row == last.row + 1
+        and plan is last.room[0]
+        and starts == [start + rows for start, (*_, rows, _) in zip(last.room[1], plan, strict=True)]
+        and sketched.routine is sketched_last.routine
+        and sketched.results is sketched_last.results
+        and sketched.row == sketched_last.row + 1
+        and len(step.seen) == len(before.seen)
+        and len(ours.accumulated) == len(theirs.accumulated)
+        and all(map(is_, ours.accumulated, theirs.accumulated))
+    )
 
 
 def _is_plain(step: Step) -> bool:

@@ -173,7 +173,7 @@ class Target:
         if not matrix.is_cpu or matrix.dtype not in (torch.float32, torch.float64):
             half = matrix.dtype not in (torch.float32, torch.float64)
             return self.sketch(matrix, torch.float32 if half else matrix.dtype).numpy().reshape(-1)
-        return matrix.numpy().copy() if self.projection is None else self.project(matrix).numpy().reshape(-1)
+        return matrix.numpy(force=True).copy() if self.projection is None else self.project(matrix).numpy().reshape(-1)
 
     def project(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """rows @ R, in the rows' dtype unless told otherwise."""
