@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from dualform.memory.blocksums import BlockSums
 from dualform.memory.disk import PAGE
+
+WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK, which Python has no name for
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,12 @@ def _pages(size: int, pinned: bool) -> np.ndarray:
     if pinned:  # not run on a GPU here
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
     memory = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Large pages are pinned faster for a direct write; a forked worker needs none of this, and sharing would slow us.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
+    # Large pages are pinned faster for a direct write. A forked worker finds zeros here: sharing would slow us, and had
+    # it no memory here at all, it would one day unmap what has taken its place.
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), WIPE_ON_FORK):
+        if advice is not None:
             with contextlib.suppress(OSError):
-                memory.madvise(getattr(mmap, advice))
+                memory.madvise(advice)
     whole = np.frombuffer(memory, dtype=np.uint8)
     whole[::PAGE] = 0
     return whole
